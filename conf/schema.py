@@ -1,0 +1,394 @@
+"""Every key of a run: its type, default, unit and meaning.
+
+One dataclass per section; the string under a field is its documentation (``train.py --help`` prints it). The YAML
+groups beside this file (``model/``, ``optimizer/``, ``parallel/``, ``data/``, ``log/``, ``experiment/``) only choose
+values: one file is one choice, and anyone may add one. Rules on a single key are in ``__post_init__`` here, rules
+that join sections in ``conf.rules``. ``conf.compose`` turns a command line into a ``Config``; no ``DictConfig``
+travels further than that. Nothing here imports torch: a wrong key fails before it would be loaded.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message states the value, the rule and the fix."""
+
+
+def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{key}={value} is not one of {', '.join(allowed)}. Set {key} to one of these.")
+
+
+def _at_least(key: str, value: float | None, low: float) -> None:
+    if value is not None and not (math.isfinite(value) and value >= low):
+        raise ConfigError(f"{key}={value} must be a number >= {low:g}. Set {key} to {low:g} or more.")
+
+
+def _above(key: str, value: float, low: float) -> None:
+    if not (math.isfinite(value) and value > low):
+        raise ConfigError(f"{key}={value} must be a number > {low:g}. Set {key} to a value above {low:g}.")
+
+
+def _share(key: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ConfigError(f"{key}={value} must lie between 0 and 1. Set {key} to a share such as 0.1.")
+
+
+@dataclass
+class RunConfig:
+    """Where the run lives and what it runs on."""
+
+    name: str = "run"
+    """Name of the run: part of the default folder, and the W&B run name."""
+    dir: str | None = None
+    """Run folder. Relative paths count from where the command was started. Default ``outputs/<date>-<name>``,
+    decided once for all ranks. A folder that holds a run of this configuration is resumed."""
+    device: str = "auto"
+    """``cpu``, ``cuda`` or ``auto`` (cuda where there is a GPU)."""
+    sample_tokens: int = 96
+    """Tokens of the text sample printed and saved at the end; 0 for none."""
+
+    def __post_init__(self) -> None:
+        _choice("run.device", self.device, ("auto", "cpu", "cuda"))
+        _at_least("run.sample_tokens", self.sample_tokens, 0)
+        if not self.name or "/" in self.name:
+            raise ConfigError(f"run.name={self.name!r} must be a non-empty name without '/'. Set run.dir for a path.")
+
+
+@dataclass
+class ModelConfig:
+    """A decoder-only transformer. ``family`` decides the architecture; the other fields are its sizes."""
+
+    family: str = "llama3"
+    """``llama3`` (RMSNorm, rotary positions, grouped queries, SwiGLU) or ``gpt2`` (LayerNorm, learned positions, GELU)."""
+    name: str = "custom"
+    """Label used in logs and results."""
+    dim: int = 256
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of transformer blocks."""
+    heads: int = 4
+    """Query heads; ``dim`` must be a multiple of it."""
+    kv_heads: int | None = None
+    """Key/value heads (llama3); null means as many as ``heads``."""
+    hidden: int = 1024
+    """Width of the feed-forward layer."""
+    vocab_size: int = 4096
+    """Rows of the embedding and of the head; at least the tokenizer's vocabulary."""
+    max_seq_len: int = 2048
+    """Longest sequence the model is defined for, in tokens. gpt2 holds one learned position for each."""
+    tied: bool = False
+    """Whether embedding and head are one matrix."""
+    norm_eps: float = 1e-5
+    """Epsilon of the normalisation layers."""
+    dropout: float = 0.0
+    """Dropout on embedding, attention output and feed-forward output (gpt2 only)."""
+    rope_theta: float = 500000.0
+    """Base of the rotary frequencies (llama3)."""
+    rope_scaling: str = "none"
+    """``none``, or ``llama`` for Llama 3.1's long-context scaling of the rotary frequencies (llama3)."""
+    experts: int = 1
+    """Mixture-of-experts is not supported: must stay 1."""
+    microbatch: int = 8
+    """Sequences per rank and forward pass where ``microbatch`` is not set on the command line."""
+
+    def __post_init__(self) -> None:
+        _choice("model.family", self.family, ("llama3", "gpt2"))
+        _choice("model.rope_scaling", self.rope_scaling, ("none", "llama"))
+        for key in ("dim", "layers", "heads", "hidden", "vocab_size", "max_seq_len", "microbatch"):
+            _at_least(f"model.{key}", getattr(self, key), 1)
+        _at_least("model.kv_heads", self.kv_heads, 1)
+        _above("model.norm_eps", self.norm_eps, 0)
+        _above("model.rope_theta", self.rope_theta, 0)
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout={self.dropout} must lie in [0, 1). Set model.dropout=0 for none.")
+
+
+@dataclass
+class OptimizerConfig:
+    """The update rule and its groups. Fields that a rule does not use stay at their default."""
+
+    name: str = "adamw"
+    """``adamw`` (decoupled decay, fused kernel) or ``sgd``."""
+    lr: float = 1e-3
+    """Peak learning rate; ``schedule`` scales it."""
+    weight_decay: float = 0.1
+    """Decay of the parameters that ``decay`` selects; 0 on all others."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of the first and second moment (adamw)."""
+    eps: float = 1e-8
+    """Added to the root of the second moment (adamw)."""
+    momentum: float = 0.0
+    """Momentum (sgd)."""
+    nesterov: bool = False
+    """Nesterov momentum (sgd)."""
+    decay: list[str] = field(default_factory=list)
+    """Shell patterns of parameter names that are decayed, e.g. ``['layers.*.weight']``. Empty: every matrix. A
+    pattern that matches no parameter is an error."""
+
+    def __post_init__(self) -> None:
+        _choice("optimizer.name", self.name, ("adamw", "sgd"))
+        _at_least("optimizer.lr", self.lr, 0)
+        _at_least("optimizer.weight_decay", self.weight_decay, 0)
+        _above("optimizer.eps", self.eps, 0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1). Set for example "
+                "optimizer.betas=[0.9,0.95]."
+            )
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum={self.momentum} must lie in [0, 1). Set for example 0.9.")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("optimizer.nesterov=true needs momentum. Set optimizer.momentum=0.9, or nesterov=false.")
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate by optimizer step, as a factor of ``optimizer.lr``."""
+
+    kind: str = "cosine"
+    """After the warm-up: ``constant``, ``linear`` or ``cosine`` down to ``min_ratio`` at the last step, or ``wsd``
+    (stable, then linear down over the last ``decay_share`` of the steps; arXiv 2404.06395)."""
+    warmup: int = 10
+    """Steps of linear warm-up; step k of the warm-up (from 1) has factor k / warmup."""
+    min_ratio: float = 0.1
+    """Floor of the factor after the warm-up."""
+    decay_share: float = 0.2
+    """Share of all steps in which ``wsd`` decays."""
+
+    def __post_init__(self) -> None:
+        _choice("schedule.kind", self.kind, ("constant", "linear", "cosine", "wsd"))
+        _at_least("schedule.warmup", self.warmup, 0)
+        _share("schedule.min_ratio", self.min_ratio)
+        _share("schedule.decay_share", self.decay_share)
+
+
+@dataclass
+class TrainConfig:
+    """The length of the run and its numerics."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run, resumed parts included."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    global_batch: int = 16
+    """Sequences per optimizer step over all ranks and microbatches."""
+    seed: int = 0
+    """Seed of the weights, of the data order and of dropout."""
+    max_norm: float = 1.0
+    """Clip the global gradient norm to this; 0 does not clip (the norm is logged all the same)."""
+    stop_after: int | None = None
+    """Save and stop after this step as if the job had been preempted."""
+    eval_interval: int = 50
+    """Steps between evaluations on the held-out split; 0 evaluates at the end only."""
+    eval_tokens: int | None = 262144
+    """Evaluate on the first this many held-out tokens; null takes all of them."""
+    precision: str = "auto"
+    """Compute type: ``fp32``, ``bf16`` (fp32 masters and reductions), or ``auto``: bf16 on CUDA, fp32 on CPU."""
+    compile: bool = False
+    """Compile each transformer block with torch.compile."""
+    deterministic: bool = False
+    """Ask torch for deterministic kernels; an operation that has none is an error."""
+    nonfinite: str = "skip"
+    """What a non-finite loss or gradient does, decided by all ranks before the update: ``skip`` the update of that
+    step (its batch is consumed, the schedule advances), or ``stop`` the run."""
+    max_skips: int = 10
+    """Stop after this many skipped steps in a row."""
+    loss_chunk: int = 1024
+    """Tokens of a microbatch whose logits are in memory at a time."""
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "seq_len", "global_batch", "loss_chunk"):
+            _at_least(f"train.{key}", getattr(self, key), 1)
+        for key in ("seed", "max_norm", "eval_interval", "max_skips"):
+            _at_least(f"train.{key}", getattr(self, key), 0)
+        _at_least("train.stop_after", self.stop_after, 1)
+        _at_least("train.eval_tokens", self.eval_tokens, 1)
+        _choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
+        _choice("train.nonfinite", self.nonfinite, ("skip", "stop"))
+
+
+@dataclass
+class ParallelConfig:
+    """How the ranks share the work. One process is never wrapped."""
+
+    mode: str = "fsdp"
+    """``ddp`` (every rank holds all parameters), ``fsdp`` (parameters sharded over all ranks) or ``hsdp`` (sharded
+    over groups of ``shard`` ranks, replicated between the groups)."""
+    shard: int | None = None
+    """Ranks that share one copy of the parameters under ``hsdp``; must divide the number of ranks."""
+    reduce: str = "auto"
+    """When gradients are reduced: ``every`` microbatch (least memory), the ``last`` of a step (least traffic, whole
+    gradients held meanwhile), or ``auto``: last under ddp, every under fsdp and hsdp."""
+    reshard: bool = True
+    """Free the gathered parameters of a block after its forward and gather them again for its backward."""
+    timeout_seconds: float = 600.0
+    """How long a collective may wait for a rank before the run fails."""
+    tensor: int = 1
+    """Tensor parallelism is not supported: must stay 1."""
+    pipeline: int = 1
+    """Pipeline parallelism is not supported: must stay 1."""
+    context: int = 1
+    """Context parallelism is not supported: must stay 1."""
+
+    def __post_init__(self) -> None:
+        _choice("parallel.mode", self.mode, ("ddp", "fsdp", "hsdp"))
+        _choice("parallel.reduce", self.reduce, ("auto", "every", "last"))
+        _at_least("parallel.shard", self.shard, 1)
+        _above("parallel.timeout_seconds", self.timeout_seconds, 0)
+
+
+@dataclass
+class SourceConfig:
+    """One source of a mixture."""
+
+    path: str = ""
+    """Folder of token shards written by ``python -m data.prepare``."""
+    weight: float = 1.0
+    """Share of the samples drawn from this source, relative to the other sources."""
+
+    def __post_init__(self) -> None:
+        _above("data.sources.weight", self.weight, 0)
+        if not self.path:
+            raise ConfigError("data.sources has an entry without path. Give each source {path: ..., weight: ...}.")
+
+
+@dataclass
+class DataConfig:
+    """What is trained on. ``python -m data.prepare`` reads this section and writes ``dir``; ``train.py`` reads ``dir``."""
+
+    kind: str = "stdlib"
+    """``stdlib`` (the source of Python's standard library), ``text`` (files under ``path``), ``hf`` (the same with a
+    Hugging Face ``tokenizer.json``) or ``tokens`` (folders of shards that exist already)."""
+    path: str | None = None
+    """text, hf: a file or folder of .txt, .md, .py, .jsonl, .jsonl.gz or .parquet. tokens: a folder of shards."""
+    dir: str = "outputs/data/stdlib"
+    """Where ``data.prepare`` writes tokenizer, shards and sidecars, and where training reads them."""
+    sources: list[SourceConfig] = field(default_factory=list)
+    """tokens: several folders with weights instead of ``path``; all must share one tokenizer."""
+    tokenizer: str | None = None
+    """A SentencePiece ``.model`` or Hugging Face ``tokenizer.json`` to use; null trains a SentencePiece model."""
+    vocab_size: int = 4096
+    """Vocabulary of a tokenizer that is trained."""
+    text_field: str = "text"
+    """JSONL and Parquet: the field that holds the text."""
+    add_bos: bool = False
+    """Put the begin marker before every document."""
+    add_eos: bool = True
+    """Put the end marker after every document."""
+    bad_input: str = "error"
+    """Undecodable bytes, broken records, cut files: ``error`` (stop, naming file and line), ``replace`` (U+FFFD for bad
+    bytes, broken records skipped and counted) or ``skip`` (whole record skipped and counted)."""
+    val_share: float = 0.02
+    """Share of the documents held out for evaluation (whole documents, chosen by a hash of their content)."""
+    shard_tokens: int = 67108864
+    """Tokens per shard file."""
+    workers: int | None = None
+    """Processes of ``data.prepare``; null takes one per core."""
+    document_mask: bool = False
+    """Attend within documents only. Needs flex attention: llama3 on CUDA."""
+    prefetch: int = 4
+    """Batches that the loader prepares ahead in the background."""
+
+    def __post_init__(self) -> None:
+        _choice("data.kind", self.kind, ("stdlib", "text", "hf", "tokens"))
+        _choice("data.bad_input", self.bad_input, ("error", "replace", "skip"))
+        _at_least("data.vocab_size", self.vocab_size, 1)
+        _at_least("data.shard_tokens", self.shard_tokens, 1)
+        _at_least("data.workers", self.workers, 1)
+        _at_least("data.prefetch", self.prefetch, 1)
+        if not 0 <= self.val_share < 1:
+            raise ConfigError(f"data.val_share={self.val_share} must lie in [0, 1). Set for example 0.02.")
+
+
+@dataclass
+class CheckpointConfig:
+    """When the run is saved, how many saves are kept, and what is resumed."""
+
+    interval: int = 50
+    """Steps between checkpoints; the last step is always saved. 0: none at all."""
+    keep: int = 2
+    """Complete checkpoints kept; older ones are deleted once a newer one is durable. 0 keeps all."""
+    resume: str = "auto"
+    """``auto`` (newest complete checkpoint of the run folder, if any), ``none`` (refuses a folder that has one) or a
+    step number, which must be complete."""
+    async_save: bool = True
+    """Write in the background; training waits only for the copy."""
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.interval", self.interval, 0)
+        _at_least("checkpoint.keep", self.keep, 0)
+        if self.resume not in ("auto", "none") and not self.resume.isdecimal():
+            raise ConfigError(f"checkpoint.resume={self.resume} is not auto, none or a step number. Set one of these.")
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases, rank 0 only. It never blocks or ends a run."""
+
+    mode: str = "offline"
+    """``offline`` (written to the run folder, sync later), ``online`` or ``disabled``."""
+    project: str = "gossamer"
+    """Project name."""
+    entity: str | None = None
+    """Team or user; null takes the account's default."""
+    group: str | None = None
+    """Group shown in the interface."""
+    timeout_seconds: float = 20.0
+    """Longest wait for the service at start and at the end."""
+
+    def __post_init__(self) -> None:
+        _choice("log.wandb.mode", self.mode, ("offline", "online", "disabled"))
+        _above("log.wandb.timeout_seconds", self.timeout_seconds, 0)
+
+
+@dataclass
+class LogConfig:
+    """What is recorded besides ``metrics.jsonl``, which always has one object per step."""
+
+    interval: int = 1
+    """Steps between lines of the console, W&B and TensorBoard."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+    tensorboard: bool = False
+    """Write TensorBoard event files to ``tensorboard/`` in the run folder."""
+    profile_start: int = 0
+    """First step of a torch profiler window; 0 for none. The trace goes to ``profile/`` in the run folder."""
+    profile_steps: int = 3
+    """Steps in the profiler window."""
+    memory_snapshot: bool = False
+    """CUDA: record allocations and write ``memory_snapshot.pickle`` at the end, or when memory runs out."""
+
+    def __post_init__(self) -> None:
+        _at_least("log.interval", self.interval, 1)
+        _at_least("log.profile_start", self.profile_start, 0)
+        _at_least("log.profile_steps", self.profile_steps, 1)
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    microbatch: Any = "${model.microbatch}"
+    """Sequences per rank and forward pass. A step runs ceil(rank batch / microbatch) of them, as even as possible."""
+    activation_checkpoint: str = "none"
+    """What is recomputed in backward instead of kept: ``none``, ``full`` (every block) or ``selective`` (torchtitan's
+    per-operation policy)."""
+
+    def __post_init__(self) -> None:
+        _choice("activation_checkpoint", self.activation_checkpoint, ("none", "full", "selective"))
+        if isinstance(self.microbatch, bool) or not isinstance(self.microbatch, int) or self.microbatch < 1:
+            raise ConfigError(
+                f"microbatch={self.microbatch} must be a whole number >= 1. Set for example microbatch=8."
+            )
