@@ -108,36 +108,59 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """The update rule and its groups. Fields that a rule does not use stay at their default."""
+    """The update rule. Each rule adds its own keys, so that a key it does not read is an error."""
 
-    name: str = "adamw"
-    """``adamw`` (decoupled decay, fused kernel) or ``sgd``."""
+    name: str = "???"
+    """The rule: ``adamw`` or ``sgd``. Chosen with ``optimizer=adamw``."""
     lr: float = 1e-3
     """Peak learning rate; ``schedule`` scales it."""
-    weight_decay: float = 0.1
+    weight_decay: float = 0.0
     """Decay of the parameters that ``decay`` selects; 0 on all others."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay rates of the first and second moment (adamw)."""
-    eps: float = 1e-8
-    """Added to the root of the second moment (adamw)."""
-    momentum: float = 0.0
-    """Momentum (sgd)."""
-    nesterov: bool = False
-    """Nesterov momentum (sgd)."""
     decay: list[str] = field(default_factory=list)
     """Shell patterns of parameter names that are decayed, e.g. ``['layers.*.weight']``. Empty: every matrix. A
     pattern that matches no parameter is an error."""
 
     def __post_init__(self) -> None:
-        _choice("optimizer.name", self.name, ("adamw", "sgd"))
         _at_least("optimizer.lr", self.lr, 0)
         _at_least("optimizer.weight_decay", self.weight_decay, 0)
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """AdamW (arXiv 1711.05101): decoupled weight decay, torch's fused kernel."""
+
+    name: str = "adamw"
+    """The rule."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _choice("optimizer.name", self.name, ("adamw",))
         _above("optimizer.eps", self.eps, 0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
                 f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1). Set for example "
                 "optimizer.betas=[0.9,0.95]."
             )
+
+
+@dataclass
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent; weight decay is added to the gradient, as torch does."""
+
+    name: str = "sgd"
+    """The rule."""
+    momentum: float = 0.0
+    """Momentum; 0 keeps no state."""
+    nesterov: bool = False
+    """Nesterov momentum."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _choice("optimizer.name", self.name, ("sgd",))
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"optimizer.momentum={self.momentum} must lie in [0, 1). Set for example 0.9.")
         if self.nesterov and self.momentum == 0:
@@ -272,6 +295,8 @@ class DataConfig:
     """A SentencePiece ``.model`` or Hugging Face ``tokenizer.json`` to use; null trains a SentencePiece model."""
     vocab_size: int = 4096
     """Vocabulary of a tokenizer that is trained."""
+    allow_lossy: bool = False
+    """Accept a given tokenizer that does not give every text back unchanged (one that lower-cases, for example)."""
     text_field: str = "text"
     """JSONL and Parquet: the field that holds the text."""
     add_bos: bool = False
@@ -289,6 +314,8 @@ class DataConfig:
     """Processes of ``data.prepare``; null takes one per core."""
     document_mask: bool = False
     """Attend within documents only. Needs flex attention: llama3 on CUDA."""
+    verify: bool = False
+    """Read all tokens once before training and compare their checksums."""
     prefetch: int = 4
     """Batches that the loader prepares ahead in the background."""
 

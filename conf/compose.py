@@ -1,0 +1,227 @@
+"""From a command line to a checked ``Config``.
+
+The compose API of Hydra is used, not ``@hydra.main``, which would write folders and logs before a setting is checked.
+Rules decided here: overrides are plain ``key=value`` and ``group=choice``; every key exists already, so ``+key`` and
+``~key`` are refused, as is ``hydra.*``; the value of a text key is taken literally, so that ``run.name=1e3`` and
+``data.path=a=b, c`` mean what they say; paths are resolved once, against the folder the command was started in.
+"""
+
+import ast
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf import rules, schema
+from conf.schema import Config, ConfigError
+
+FOLDER = Path(__file__).parent
+GROUPS = ("model", "optimizer", "parallel", "data", "log", "experiment")
+# group -> name of its schema node -> dataclass; a YAML names its schema first in its defaults
+SCHEMAS = {
+    "model": {"schema": schema.ModelConfig},
+    "optimizer": {"adamw_schema": schema.AdamWConfig, "sgd_schema": schema.SGDConfig},
+    "parallel": {"schema": schema.ParallelConfig},
+    "data": {"schema": schema.DataConfig},
+    "log": {"schema": schema.LogConfig},
+}
+
+
+def load_config(overrides: Sequence[str], world_size: int = 1) -> Config:
+    """Compose, type-check and rule-check the configuration of a run of ``world_size`` processes.
+
+    Raises ``ConfigError`` for anything wrong with it; makes no file, folder or process group.
+    """
+    composed = _compose([_literal(text) for text in overrides])
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_first_line(error)) from None
+    assert isinstance(config, Config)
+    _resolve_paths(config)
+    rules.check(config, world_size)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML; composing nothing but this text gives the same run."""
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def config_hash(config: Config) -> str:
+    """Twelve hex digits that name this configuration, whatever folder it runs in."""
+    content = dataclasses.asdict(config)
+    content["run"].pop("dir")
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def flatten(config: object, prefix: str = "") -> dict[str, object]:
+    """Dotted key -> value of every setting of a config section; lists count as one value."""
+    result: dict[str, object] = {}
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]
+        value, key = getattr(config, item.name), f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(value):
+            result |= flatten(value, f"{key}.")
+        elif isinstance(value, list):
+            result[key] = [dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for v in value]
+        else:
+            result[key] = value
+    return result
+
+
+def help_text(command: str) -> str:
+    """Usage, the choices of each group, and every key with its default and documentation."""
+    lines = [f"usage: {command} [key=value | group=choice ...]", "       --help | --print-config", "", "Groups:"]
+    for group in GROUPS:
+        choices = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
+        lines += textwrap.wrap(f"  {group} = {' | '.join(choices)}", 118, subsequent_indent="      ")
+    lines += ["", "Keys:"]
+    documentation = _field_docs()
+    for key, owner, item in _keys(Config):
+        lines += [f"  {key} ({_type_name(item.type)}, default {_default_text(item)})"]
+        lines += textwrap.wrap(
+            documentation[owner, item.name], 112, initial_indent="      ", subsequent_indent="      "
+        )
+    return "\n".join(lines)
+
+
+def _compose(overrides: list[str]) -> DictConfig:
+    store = ConfigStore.instance()
+    store.store(name="config_schema", node=Config)
+    for group, nodes in SCHEMAS.items():
+        for name, node in nodes.items():
+            store.store(group=group, name=name, node=node)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(FOLDER), version_base="1.3"):
+            return compose("config", overrides=overrides)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def _literal(text: str) -> str:
+    """Refuse override syntax that this program does not have, and quote the value of a text key."""
+    if text.startswith("-"):
+        raise ConfigError(
+            f"{text} is not an option. Settings are key=value; --help lists them. "
+            "For a sweep, start one command per setting (slurm/bench.sbatch does)."
+        )
+    key, equals, value = text.partition("=")
+    if text[:1] == "~":
+        raise ConfigError(f"{text}: keys cannot be removed. Set another value instead: {text[1:]}=<value>.")
+    if not equals:
+        raise ConfigError(f"{text!r} is not a setting. Write key=value or group=choice; --help lists them.")
+    if key[:1] == "+":
+        raise ConfigError(f"{text}: keys cannot be added. Write {key.lstrip('+')}=<value> without the sign.")
+    if key == "hydra" or key.startswith("hydra."):
+        raise ConfigError(f"{text}: Hydra's own settings have no effect here. Leave it out; run.dir sets the folder.")
+    group = key.partition("/")[0].partition("@")[0]
+    if key in GROUPS and value and not (FOLDER / key / f"{value}.yaml").is_file() and value != "null":
+        choices = ", ".join(sorted(path.stem for path in (FOLDER / key).glob("*.yaml")))
+        raise ConfigError(f"{text}: there is no such {key}. Choose one of {choices}.")
+    if group != key and group in GROUPS:
+        raise ConfigError(f"{text} is not a setting. Choose a group with {group}=<choice>.")
+    if _is_text(key) and value[:1] not in ("'", '"') and "${" not in value and value != "null":
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'") if "'" in value else value
+        return f"{key}='{escaped}'"
+    return text
+
+
+def _is_text(key: str) -> bool:
+    return any(name == key and item.type in (str, str | None) for name, _, item in _keys(Config))
+
+
+def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, str, dataclasses.Field]]:
+    """Every dotted key below ``cls`` with the class that owns it; the rules of all optimizers are listed."""
+    for item in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(item.type):
+            variants = [item.type, *item.type.__subclasses__()]
+            seen: set[str] = set()
+            for variant in variants:
+                for key, owner, leaf in _keys(variant, f"{prefix}{item.name}."):
+                    if key not in seen:
+                        seen.add(key)
+                        yield key, owner, leaf
+        else:
+            yield f"{prefix}{item.name}", cls.__name__, item
+
+
+def _field_docs() -> dict[tuple[str, str], str]:
+    """(class, field) -> the string that stands under the field in ``conf/schema.py``."""
+    documentation: dict[tuple[str, str], str] = {}
+    for node in ast.parse((FOLDER / "schema.py").read_text()).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for statement, below in zip(node.body, node.body[1:], strict=False):
+            if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
+                assert isinstance(statement.target, ast.Name) and isinstance(below.value, ast.Constant)
+                documentation[node.name, statement.target.id] = " ".join(str(below.value.value).split())
+    for cls in (value for value in vars(schema).values() if dataclasses.is_dataclass(value)):
+        for base in cls.__mro__[1:]:
+            for (owner, name), text in list(documentation.items()):
+                if owner == base.__name__:
+                    documentation.setdefault((cls.__name__, name), text)
+    return documentation
+
+
+def _type_name(kind: typing.Any) -> str:
+    if isinstance(kind, type) and not isinstance(kind, types.GenericAlias):
+        return kind.__name__
+    return str(kind).replace("typing.", "").replace("conf.schema.", "").replace("NoneType", "None")
+
+
+def _default_text(item: dataclasses.Field) -> str:
+    value = item.default_factory() if item.default is dataclasses.MISSING else item.default  # type: ignore[misc]
+    return "null" if value is None else str(value)
+
+
+def _resolve_paths(config: Config) -> None:
+    for section, name in ((config.run, "dir"), (config.data, "path"), (config.data, "dir"), (config.data, "tokenizer")):
+        if getattr(section, name) is not None:
+            setattr(section, name, os.path.abspath(os.path.expanduser(getattr(section, name))))
+    for source in config.data.sources:
+        source.path = os.path.abspath(os.path.expanduser(source.path))
+
+
+def _explain(error: Exception) -> str:
+    """One line with the key, the rule and the fix, from Hydra's chain of exceptions."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
+    keys = {name: item for name, _, item in _keys(Config)}
+    if "not in" in lines[0] or "not found" in lines[0]:
+        if key in keys:
+            section = key.partition(".")[0]
+            return f"{key}: there is no such key here; the chosen {section} does not read it. Leave it out."
+        close = difflib.get_close_matches(key, keys, 3, 0.5)
+        hint = f"Did you mean {', '.join(close)}?" if close else "--help lists the keys."
+        return f"{key or lines[0]}: there is no such key here. {hint}"
+    value = re.match(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", lines[0])
+    if key in keys and value:
+        wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}[value[2]]
+        return f"{key}={value[1]} must be {wanted}. Set for example {key}={_default_text(keys[key])}."
+    if key in keys and "ListConfig" in lines[0]:
+        return f"{key} must be a list. Set for example {key}={_default_text(keys[key])}."
+    if "Invalid type assigned" in lines[0]:
+        return f"{key} is a section, not a value. Set one of its keys: {key}.<key>=<value>; --help lists them."
+    return f"{key}: {lines[0]}" if key else _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(line.strip() for line in str(error).splitlines() if line.strip())

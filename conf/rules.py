@@ -1,0 +1,139 @@
+"""Rules that join sections of the configuration: combinations that cannot work, each with its message.
+
+They run before any process group, file or folder is made, without torch. What needs torch to know (is there a GPU?)
+is ``check_device``, which the caller runs as soon as it knows the device.
+"""
+
+from conf.schema import Config, ConfigError
+
+
+def check(config: Config, world_size: int) -> None:
+    """Raise ``ConfigError`` for the first combination that ``world_size`` processes cannot run."""
+    _check_refused(config)
+    _check_model(config)
+    _check_batch(config, world_size)
+    _check_parallel(config, world_size)
+    _check_data(config)
+    if config.train.stop_after is not None and config.checkpoint.interval == 0:
+        raise ConfigError(
+            "train.stop_after saves a checkpoint, but checkpoint.interval=0 saves none. "
+            "Set checkpoint.interval, or leave out train.stop_after."
+        )
+
+
+def check_device(config: Config, device_type: str) -> None:
+    """Raise ``ConfigError`` for settings that ``device_type`` ("cpu" or "cuda") does not have."""
+    if device_type == "cuda":
+        return
+    if config.data.document_mask:
+        raise ConfigError(
+            "data.document_mask=true needs flex attention, which runs on CUDA only; the device is cpu. "
+            "Set data.document_mask=false."
+        )
+    if config.log.memory_snapshot:
+        raise ConfigError(
+            "log.memory_snapshot=true records CUDA allocations; the device is cpu. Set log.memory_snapshot=false."
+        )
+
+
+def _check_refused(config: Config) -> None:
+    refused = {
+        "parallel.tensor": config.parallel.tensor,
+        "parallel.pipeline": config.parallel.pipeline,
+        "parallel.context": config.parallel.context,
+        "model.experts": config.model.experts,
+    }
+    for key, value in refused.items():
+        if value != 1:
+            raise ConfigError(
+                f"{key}={value} is not supported: Gossamer shards data-parallel ranks only (ddp, fsdp, hsdp). "
+                f"Set {key}=1."
+            )
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    if model.dim % model.heads:
+        raise ConfigError(
+            f"model.dim={model.dim} is not a multiple of model.heads={model.heads}. "
+            f"Set model.dim to {model.dim // model.heads * model.heads or model.heads} or change model.heads."
+        )
+    if model.family == "llama3":
+        kv_heads = model.kv_heads or model.heads
+        if model.heads % kv_heads:
+            raise ConfigError(
+                f"model.heads={model.heads} is not a multiple of model.kv_heads={kv_heads}. "
+                "Set model.kv_heads to a divisor of model.heads."
+            )
+        if model.dim // model.heads % 2:
+            raise ConfigError(
+                f"model.dim={model.dim} / model.heads={model.heads} gives heads of odd width, which rotary positions "
+                "cannot turn. Choose an even width per head."
+            )
+        if model.dropout:
+            raise ConfigError(f"model.dropout={model.dropout} exists for model.family=gpt2 only. Set model.dropout=0.")
+    else:
+        if model.kv_heads not in (None, model.heads):
+            raise ConfigError(
+                f"model.kv_heads={model.kv_heads} exists for model.family=llama3 only. Set model.kv_heads=null."
+            )
+        if config.data.document_mask:
+            raise ConfigError(
+                "data.document_mask=true needs flex attention, which gpt2 does not use. Set data.document_mask=false."
+            )
+    if config.train.seq_len > model.max_seq_len:
+        raise ConfigError(
+            f"train.seq_len={config.train.seq_len} is longer than model.max_seq_len={model.max_seq_len}. "
+            f"Set train.seq_len to {model.max_seq_len} or less, or raise model.max_seq_len."
+        )
+
+
+def _check_batch(config: Config, world_size: int) -> None:
+    batch = config.train.global_batch
+    if batch % world_size:
+        below, above = batch // world_size * world_size, (batch // world_size + 1) * world_size
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise ConfigError(
+            f"train.global_batch={batch} is not a multiple of {world_size} data-parallel ranks. "
+            f"Set it to {nearest}, or start another number of processes."
+        )
+
+
+def _check_parallel(config: Config, world_size: int) -> None:
+    mode, shard = config.parallel.mode, config.parallel.shard
+    if mode != "hsdp":
+        if shard is not None:
+            raise ConfigError(
+                f"parallel.shard={shard} belongs to parallel=hsdp; the run uses parallel={mode}. "
+                "Set parallel=hsdp, or leave parallel.shard out."
+            )
+    elif shard is None:
+        raise ConfigError(
+            f"parallel=hsdp needs parallel.shard, the ranks that share one copy of the parameters: a divisor of "
+            f"{world_size}. Set for example parallel.shard={max(1, world_size // 2)}."
+        )
+    elif world_size % shard:
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f"parallel.shard={shard} does not divide the {world_size} ranks of this run. Set it to one of {divisors}."
+        )
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    if data.kind in ("text", "hf") and data.path is None:
+        raise ConfigError(f"data={data.kind} needs data.path, the file or folder to read. Set data.path=<path>.")
+    if data.kind == "hf" and data.tokenizer is None:
+        raise ConfigError("data=hf needs data.tokenizer, a tokenizer.json. Set data.tokenizer=<path>, or data=text.")
+    if data.kind == "tokens" and (data.path is None) == (not data.sources):
+        raise ConfigError(
+            "data=tokens needs either data.path, one folder of token shards, or data.sources, several with weights. "
+            "Set exactly one of them."
+        )
+    if data.kind != "tokens" and data.sources:
+        raise ConfigError(f"data.sources belongs to data=tokens; the run uses data={data.kind}. Set data=tokens.")
+    if data.kind in ("stdlib", "text") and data.tokenizer is None and data.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"data.vocab_size={data.vocab_size} is larger than model.vocab_size={config.model.vocab_size}. "
+            f"Set data.vocab_size={config.model.vocab_size} or raise model.vocab_size."
+        )

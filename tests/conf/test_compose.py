@@ -1,0 +1,185 @@
+"""Settings: what is accepted, what is refused and with which words."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conf import compose, rules
+from conf.compose import FOLDER, GROUPS, flatten, help_text, load_config, to_yaml
+from conf.schema import Config, ConfigError
+
+ROOT = Path(__file__).parents[2]
+CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((FOLDER / group).glob("*.yaml"))]
+# what a choice needs before it can run
+COMPANIONS = {
+    "parallel=hsdp": ["parallel.shard=1"],
+    "data=text": ["data.path=x"],
+    "data=hf": ["data.path=x", "data.tokenizer=tokenizer.json"],
+    "data=tokens": ["data.path=x"],
+}
+
+
+@pytest.mark.parametrize("group, choice", CHOICES)
+def test_every_yaml_composes(group: str, choice: str):
+    setting = f"{group}={choice}"
+    config = load_config([setting, *COMPANIONS.get(setting, [])])
+    assert isinstance(config, Config)
+
+
+def test_every_group_has_choices():
+    assert {group for group, _ in CHOICES} == set(GROUPS)
+
+
+REFUSED = [
+    (["train.stepz=3"], r"train\.stepz: there is no such key.*train\.steps"),
+    (["a=1"], r"a: there is no such key"),
+    (["+train.extra=1"], r"\+train\.extra=1: keys cannot be added"),
+    (["++train.steps=1"], r"keys cannot be added"),
+    (["~train.steps"], r"keys cannot be removed"),
+    (["hydra.run.dir=x"], r"Hydra's own settings"),
+    (["-m"], r"-m is not an option"),
+    (["train.steps"], r"'train.steps' is not a setting"),
+    (["train=3"], r"train is a section"),
+    (["model=llama9"], r"no such model.*llama3_debug"),
+    (["model@train=llama3_debug"], r"not a setting"),
+    (["train.steps=abc"], r"train\.steps=abc must be a whole number"),
+    (["train.steps=1.5"], r"train\.steps=1\.5 must be a whole number"),
+    (["train.steps=true"], r"must be a whole number"),
+    (["train.steps="], r"must be a whole number"),
+    (["train.compile=3.5"], r"must be true or false"),
+    (["optimizer.lr=abc"], r"optimizer\.lr=abc must be a number"),
+    (["optimizer.lr=-1"], r"optimizer\.lr=-1\.0 must be a number >= 0"),
+    (["optimizer.lr=nan"], r"optimizer\.lr=nan must be a number >= 0"),
+    (["optimizer.betas=0.9"], r"optimizer\.betas must be a list"),
+    (["optimizer.betas=[0.9]"], r"must be two numbers"),
+    (["optimizer.betas=[0.9,1.0]"], r"must be two numbers in \[0, 1\)"),
+    (["optimizer=sgd", "optimizer.betas=[0.9,0.9]"], r"optimizer\.betas: there is no such key here"),
+    (["optimizer=sgd", "optimizer.nesterov=true"], r"needs momentum"),
+    (["optimizer=sgd", "optimizer.momentum=1"], r"optimizer\.momentum=1"),
+    (["optimizer.eps=0"], r"optimizer\.eps=0\.0 must be a number > 0"),
+    (["schedule.kind=sine"], r"constant, linear, cosine, wsd"),
+    (["schedule.min_ratio=2"], r"between 0 and 1"),
+    (["train.precision=fp16"], r"auto, fp32, bf16"),
+    (["train.nonfinite=ignore"], r"skip, stop"),
+    (["train.steps=0"], r"train\.steps=0 must be a number >= 1"),
+    (["microbatch=auto"], r"microbatch=auto must be a whole number"),
+    (["microbatch=0"], r"microbatch=0"),
+    (["activation_checkpoint=some"], r"none, full, selective"),
+    (["parallel.tensor=2"], r"parallel\.tensor=2 is not supported"),
+    (["parallel.pipeline=2"], r"parallel\.pipeline=2 is not supported"),
+    (["parallel.context=2"], r"parallel\.context=2 is not supported"),
+    (["model.experts=8"], r"model\.experts=8 is not supported"),
+    (["model.dim=257"], r"not a multiple of model\.heads"),
+    (["model.kv_heads=3", "model.heads=4", "model.dim=64"], r"model\.heads=4 is not a multiple of model\.kv_heads=3"),
+    (["model.heads=4", "model.kv_heads=4", "model.dim=60"], r"odd width"),
+    (["model.dropout=0.1"], r"family=gpt2 only"),
+    (["model=gpt2_debug", "model.dropout=1"], r"model\.dropout=1"),
+    (["model=gpt2_debug", "model.kv_heads=1"], r"family=llama3 only"),
+    (["train.seq_len=100000000"], r"longer than model\.max_seq_len"),
+    (["parallel.shard=2"], r"belongs to parallel=hsdp"),
+    (["parallel=hsdp"], r"needs parallel\.shard"),
+    (["parallel.timeout_seconds=0"], r"timeout_seconds=0"),
+    (["data=text"], r"data=text needs data\.path"),
+    (["data=hf", "data.path=x"], r"data=hf needs data\.tokenizer"),
+    (["data=tokens"], r"either data\.path.*or data\.sources"),
+    (["data.sources=[{path: a}]"], r"belongs to data=tokens"),
+    (["data=tokens", "data.sources=[{path: a, wait: 1}]"], r"there is no such key"),
+    (["data=tokens", "data.sources=[{path: a, weight: 0}]"], r"must be a number > 0"),
+    (["data=tokens", "data.sources=[{weight: 1}]"], r"without path"),
+    (["data.vocab_size=1000000"], r"larger than model\.vocab_size"),
+    (["model=gpt2_debug", "data.document_mask=true"], r"flex attention"),
+    (["checkpoint.resume=newest"], r"auto, none or a step number"),
+    (["checkpoint.keep=-1"], r"checkpoint\.keep=-1 must be a number >= 0"),
+    (["checkpoint.interval=0", "train.stop_after=3"], r"saves none"),
+    (["log.wandb.mode=maybe"], r"offline, online, disabled"),
+    (["run.name="], r"non-empty name"),
+    (["run.device=tpu"], r"auto, cpu, cuda"),
+]
+
+
+@pytest.mark.parametrize("overrides, message", REFUSED, ids=[" ".join(overrides) for overrides, _ in REFUSED])
+def test_refused_with_value_rule_and_fix(overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides, world_size, message",
+    [
+        (["train.global_batch=16"], 3, r"not a multiple of 3 data-parallel ranks. Set it to 15 or 18"),
+        (["parallel=hsdp", "parallel.shard=3"], 4, r"does not divide the 4 ranks of this run. Set it to one of 1, 2, 4"),
+    ],
+)
+def test_refused_for_this_number_of_processes(overrides: list[str], world_size: int, message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_config(overrides, world_size)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [(["data.document_mask=true"], "document_mask"), (["log.memory_snapshot=true"], "memory_snapshot")],
+)
+def test_refused_on_cpu(overrides: list[str], message: str):
+    config = load_config(overrides)
+    rules.check_device(config, "cuda")
+    with pytest.raises(ConfigError, match=message):
+        rules.check_device(config, "cpu")
+
+
+@pytest.mark.parametrize("text", ["1e3", "007", "true", "a=b", "x, y", "{z}", "it's", r"back\slash", "[1]", "nul"])
+def test_text_is_taken_literally(text: str):
+    assert load_config([f"run.name={text}"]).run.name == text
+
+
+def test_paths_are_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["run.dir=a/step=5", "data=text", "data.path=~/b", "data.dir=/c"])
+    assert config.run.dir == str(tmp_path / "a/step=5")
+    assert config.data.path == os.path.expanduser("~/b")
+    assert config.data.dir == "/c"
+    assert load_config(["run.dir=null"]).run.dir is None
+
+
+def test_what_is_saved_gives_the_same_run():
+    config = load_config(["model=gpt2_debug", "optimizer=sgd", "microbatch=3", "run.name=1e3"])
+    saved = yaml.safe_load(to_yaml(config))
+    assert saved == dataclasses.asdict(config)
+
+
+def test_hash_names_the_settings_but_not_the_folder():
+    first, moved, changed = (load_config(extra) for extra in ([], ["run.dir=elsewhere"], ["optimizer.lr=1e-4"]))
+    assert compose.config_hash(first) == compose.config_hash(moved) != compose.config_hash(changed)
+
+
+def test_help_lists_and_explains_every_key():
+    text = help_text("python train.py")
+    for key in [*flatten(load_config([])), "optimizer.momentum", "optimizer.betas"]:
+        if key != "data.sources":
+            assert f"  {key} (" in text, key
+    assert "cannot" not in text.split("Keys:")[0]
+
+
+def test_the_keys_are_frozen():
+    """Adding a key is a visible act: change the list beside this file with it."""
+    listed = (Path(__file__).parent / "keys.txt").read_text().split()
+    assert sorted({key for key, _, _ in compose._keys(Config)}) == listed
+
+
+@pytest.mark.parametrize("arguments, status, word", [(["--help"], 0, "usage"), (["train.steps=x"], 2, "whole number")])
+def test_answers_without_loading_torch(arguments: list[str], status: int, word: str):
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == status
+    assert word in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    # importing torch alone takes as long as this allows; the module list below is the real check
+    assert time.perf_counter() - start < 30
+    code = "import sys; import conf.command, dist.env; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
