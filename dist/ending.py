@@ -1,0 +1,51 @@
+"""How a process of a run ends after an error: the first cause is printed once, and every rank leaves with status 1.
+
+It ends without tidying up: collectives, background threads and exit handlers of a rank whose peers are gone may never
+return, and what is on disk is complete at any moment (``dist.checkpoint``).
+"""
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from dist import agree, run_folder
+
+FAILED = 1
+# a launcher ends all processes when the first one leaves: the one that prints must be it
+QUIET_RANK_SECONDS = 1.5
+
+
+def fail(error: BaseException, folder: Path | None) -> NoReturn:
+    """Report ``error`` on the one rank that was first to fail, note it in ``status.json`` and leave.
+
+    Call it in the entry point's ``except`` block, before the process group is destroyed. ``folder`` is the run folder,
+    None while there is none.
+    """
+    if agree.report_failure(error):
+        print(f"error: {_describe(error)}", file=sys.stderr, flush=True)
+        if folder is not None:
+            outcome = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"
+            try:
+                run_folder.write_status(folder, outcome, error=str(error))
+            except OSError as problem:
+                print(f"error: status.json could not be written: {problem}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(QUIET_RANK_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(FAILED)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, agree.AgreedError):
+        return str(error) if error.user else f"{error}\n{error.trace}"
+    if isinstance(error, agree.USER_ERRORS):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,23 @@
+"""What the launcher says about this process. The only place that reads its environment variables; imports no torch."""
+
+import os
+
+
+def rank() -> int:
+    """This process among all of the run, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes of the run; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process among those of its node: the index of its GPU."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun watches this process (it reports any non-zero exit as a failure)."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
