@@ -1,0 +1,349 @@
+"""Pretrain a Llama-3 or GPT-2 model. Reading this file is reading a run.
+
+    python -m data.prepare                                # once: tokenizer and token shards
+    python train.py                                       # one process, CPU or one GPU
+    torchrun --standalone --nproc_per_node=8 train.py model=llama3_1b parallel=fsdp
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29400 train.py \
+        model=llama3_8b parallel=hsdp parallel.shard=8
+
+``--help`` lists every key. The same command with the same ``run.dir`` resumes the run. Exit status: 0 done, 75 start
+again from the last checkpoint (0 under torchrun, which takes anything else for a failure), 1 failed, 2 wrong
+configuration; ``status.json`` in the run folder says the outcome in any case.
+"""
+
+import sys
+
+from conf.command import leave_with, read_command_line
+from dist import env
+
+if __name__ == "__main__":
+    # before torch is imported: a wrong key must fail at once
+    CONFIG = read_command_line("python train.py", sys.argv[1:], env.rank(), env.world_size())
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf import compose, rules
+from conf.schema import Config, ConfigError
+from data.loader import IGNORE, Data, Loader, eval_batches, identity_changes, open_data
+from data.samples import Batch
+from dist import agree, parallel
+from dist.checkpoint import Checkpointer
+from dist.ending import fail
+from dist.group import choose_device, process_group
+from dist.reduce import clip_, global_sums, global_token_count, squared_norm_share
+from dist.run_folder import agree_run_folder, write_status
+from memopt.build import build_optimizer, decayed_names, lr_factor
+from memopt.sharded import StateOptimizer
+from models.build import build_model
+from models.counts import count_parameters, flops_per_token
+from models.decoder import LanguageModel
+from models.init import init_weights
+from models.names import named_parameters
+from models.sample import sample
+from observe.memory import memory_usage
+from observe.meter import StepMeter
+from observe.observer import Observer, build_observer
+
+PREEMPTED_STATUS = 75
+PROMPT_TOKENS = 16
+
+
+@dataclass
+class Run:
+    """The parts of a run, and how far it is."""
+
+    config: Config
+    folder: Path
+    device: torch.device
+    data: Data
+    model: LanguageModel
+    optimizer: StateOptimizer
+    checkpointer: Checkpointer
+    loader: Loader
+    meter: StepMeter
+    observer: Observer
+    accumulation: int
+    """Microbatches per step and rank."""
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    samples: int = 0
+    """Samples consumed: the position in the data."""
+    skipped: int = 0
+    """Steps skipped in a row."""
+
+
+def main(config: Config) -> int:
+    """Train, resume or finish the run of ``config``; returns the exit status."""
+    try:
+        device = choose_device(config.run.device)
+        rules.check_device(config, device.type)
+    except ConfigError as error:
+        leave_with(error, env.rank())
+    folder = None
+    with process_group(device, config.parallel.timeout_seconds):
+        try:
+            folder = agree_run_folder(config, compose.to_yaml(config))
+            run = build_run(config, folder, device)
+            outcome = train(run)
+            finish(run, outcome)
+        except BaseException as error:
+            fail(error, folder)
+    return 0 if outcome == "done" or env.under_torchrun() else PREEMPTED_STATUS
+
+
+def build_run(config: Config, folder: Path, device: torch.device) -> Run:
+    """Everything that a run needs, resumed from the newest checkpoint of ``folder`` if there is one."""
+    rank, world_size, settings = env.rank(), env.world_size(), config.train
+    torch.use_deterministic_algorithms(settings.deterministic)
+    data = agree.together(
+        lambda: open_data(config.data, settings.seq_len, config.model.vocab_size, settings.seed), "opening the data"
+    )
+    model = build_sharded_model(config, device)
+    optimizer = build_optimizer(config.optimizer, named_parameters(model))
+    optimizer.init_state()
+    checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save)
+    meta = resume(config, checkpointer, model, optimizer, data)
+
+    loader = Loader(
+        data.train, settings.global_batch, rank, world_size, meta["samples"], config.data.prefetch, device.type == "cuda"
+    )
+    meter = StepMeter(
+        settings.global_batch * settings.seq_len,
+        world_size,
+        flops_per_token(config.model, settings.seq_len),
+        device,
+        tokens=meta["tokens"],
+    )
+    accumulation = math.ceil(settings.global_batch / world_size / config.microbatch)
+    header = describe(config, folder, device, model, accumulation)
+    observer = build_observer(config, folder, rank == 0, meta["step"], header)
+    return Run(
+        config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, accumulation,
+        meta["step"], meta["samples"],
+    )  # fmt: skip
+
+
+def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
+    """The model with its initial weights, sharded as ``parallel`` says."""
+    settings = config.train
+    low_precision = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
+    model = build_model(
+        config.model, settings.seq_len, device.type, config.data.document_mask, loss_chunk=settings.loss_chunk
+    )
+    parallel.apply_parallel(
+        model,
+        parallel.build_mesh(config.parallel, env.world_size(), device.type),
+        config.parallel,
+        compute_dtype=torch.bfloat16 if low_precision else torch.float32,
+        activation_checkpoint=config.activation_checkpoint,
+        compile_blocks=settings.compile,
+    )
+    init_weights(model, settings.seed, device)
+    return model
+
+
+def train(run: Run) -> str:
+    """Train to the last step. Returns the outcome: ``done``, or ``preempted`` after ``train.stop_after``."""
+    settings, interval = run.config.train, run.config.checkpoint.interval
+    stop = min(settings.steps, settings.stop_after or settings.steps)
+    while run.step < stop:
+        record = train_step(run)
+        if run.step == settings.steps or (settings.eval_interval and run.step % settings.eval_interval == 0):
+            with run.meter.pause():
+                record["val_loss"] = evaluate(run)
+        run.observer.step(record)
+        if interval and (run.step == stop or run.step % interval == 0):
+            with run.meter.pause():
+                save(run)
+    return "done" if run.step >= settings.steps else "preempted"
+
+
+def train_step(run: Run) -> dict[str, Any]:
+    """One optimizer step on the next global batch. Returns its record."""
+    config, meter, model = run.config, run.meter, run.model
+    step = run.step + 1
+    seed_step(config.train.seed, step)
+    with meter.phase("data"):
+        batch = next(run.loader)
+        microbatches = split(batch, run.accumulation, run.device)
+        count = global_token_count(batch.labels.to(run.device))
+    summed = torch.zeros((), dtype=torch.float64, device=run.device)
+    every = parallel.reduces_every_microbatch(config.parallel)
+    for index, (tokens, labels, positions) in enumerate(microbatches):
+        with parallel.gradient_sync(model, last=index == len(microbatches) - 1, every=every):
+            with meter.phase("forward"):
+                loss = model(tokens, labels, positions)
+            with meter.phase("backward"):
+                (loss / count).backward()
+        summed += loss.detach()
+
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    with meter.phase("reduce"):
+        total, squared = global_sums(summed, squared_norm_share(gradients))
+    loss_value, norm = total / int(count), math.sqrt(squared)
+    lr = config.optimizer.lr * lr_factor(config.schedule, step, config.train.steps)
+    with meter.phase("optimizer"):
+        # every rank has the same two numbers, so every rank decides the same
+        finite = math.isfinite(loss_value) and math.isfinite(norm)
+        if finite:
+            clip_(gradients, norm, config.train.max_norm)
+            run.optimizer.set_lr(lr)
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.step, run.samples = step, run.samples + config.train.global_batch
+    note_skip(run, finite, loss_value, norm)
+    return {
+        "step": step,
+        "loss": loss_value,
+        "lr": lr,
+        "grad_norm": norm,
+        **meter.step(int(count)),
+        "data_wait_seconds": run.loader.wait_seconds,
+        "skipped": not finite,
+        "memory": memory_usage(run.device),
+    }
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float | None:
+    """Mean held-out loss per token, every token once over all ranks; None where nothing is held out."""
+    settings = run.config.train
+    if run.data.val is None:
+        return None
+    summed = torch.zeros((), dtype=torch.float64, device=run.device)
+    count = torch.zeros((), dtype=torch.int64, device=run.device)
+    run.model.eval()
+    rows = min(run.config.microbatch, settings.global_batch // env.world_size())
+    for batch in eval_batches(run.data.val, rows, env.rank(), env.world_size(), settings.eval_tokens):
+        ((tokens, labels, positions),) = split(batch, 1, run.device)
+        summed += run.model(tokens, labels, positions)
+        count += (labels != IGNORE).sum()
+    run.model.train()
+    total, tokens_seen = global_sums(summed, count)
+    return total / tokens_seen if tokens_seen else None
+
+
+def split(batch: Batch, parts: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Cut this rank's rows into ``parts`` microbatches whose sizes differ by at most one row, on ``device``."""
+    tokens, labels, positions = (
+        None if tensor is None else tensor.to(device, non_blocking=True).tensor_split(parts)
+        for tensor in (batch.tokens, batch.labels, batch.positions)
+    )
+    assert tokens is not None and labels is not None
+    return list(zip(tokens, labels, positions or [None] * parts, strict=True))
+
+
+def seed_step(seed: int, step: int) -> None:
+    """Make dropout a function of (seed, step, rank): a resumed step draws what the unbroken run drew."""
+    digest = hashlib.blake2b(f"{seed} {step} {env.rank()}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def note_skip(run: Run, finite: bool, loss: float, norm: float) -> None:
+    """Count steps that were not taken because their loss or gradient was not finite; stop when there are too many."""
+    run.skipped = 0 if finite else run.skipped + 1
+    if finite:
+        return
+    run.observer.event("skip", run.step, loss=str(loss), grad_norm=str(norm), in_a_row=run.skipped)
+    settings = run.config.train
+    what = f"step {run.step}: the loss is {loss} and the gradient norm {norm}"
+    if settings.nonfinite == "stop":
+        raise ValueError(f"{what}. train.nonfinite=stop ends the run here, before the update; skip would go on.")
+    if run.skipped > settings.max_skips:
+        raise ValueError(
+            f"{what}, for the {run.skipped}th step in a row; train.max_skips={settings.max_skips}. "
+            "Resume from the last checkpoint with a lower optimizer.lr."
+        )
+
+
+def tensors_of(model: LanguageModel, optimizer: StateOptimizer) -> dict[str, Tensor]:
+    """Everything of a run that a checkpoint holds as tensors, by name."""
+    weights = {f"model.{name}": parameter.detach() for name, parameter in named_parameters(model).items()}
+    return weights | {f"optimizer.{name}": tensor for name, tensor in optimizer.state_tensors().items()}
+
+
+def save(run: Run) -> None:
+    """Write the checkpoint of this step."""
+    meta = {"step": run.step, "samples": run.samples, "tokens": run.meter.tokens, "data": run.data.identity}
+    meta["config"] = compose.flatten(run.config)
+    blocked = run.checkpointer.save(run.step, tensors_of(run.model, run.optimizer), meta)
+    run.observer.event("checkpoint", run.step, blocked_seconds=blocked)
+
+
+def resume(
+    config: Config, checkpointer: Checkpointer, model: LanguageModel, optimizer: StateOptimizer, data: Data
+) -> dict[str, Any]:
+    """Load the checkpoint that ``checkpoint.resume`` names, if any. Returns its plain values, zeros for a new run."""
+    step = checkpointer.find(config.checkpoint.resume)
+    if step is None:
+        return {"step": 0, "samples": 0, "tokens": 0}
+    meta = checkpointer.read_meta(step)
+    if changes := identity_changes(meta["data"], data.identity):
+        raise ConfigError(
+            f"the checkpoint of step {step} was trained on other data: {'; '.join(changes)}. "
+            "Restore that data, or set another run.dir to start anew."
+        )
+    checkpointer.load(step, tensors_of(model, optimizer))
+    return meta
+
+
+def describe(
+    config: Config, folder: Path, device: torch.device, model: LanguageModel, accumulation: int
+) -> dict[str, Any]:
+    """What the head of the log says."""
+    parameters = named_parameters(model)
+    decayed = decayed_names(config.optimizer.decay, parameters)
+    return {
+        "folder": str(folder),
+        "model": config.model.name,
+        "parameters": count_parameters(config.model),
+        "decayed_parameters": sum(parameters[name].numel() for name in decayed),
+        "optimizer": config.optimizer.name,
+        "parallel": config.parallel.mode,
+        "world_size": env.world_size(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "microbatch": math.ceil(config.train.global_batch / env.world_size() / accumulation),
+        "accumulation": accumulation,
+        "global_batch": config.train.global_batch,
+        "seq_len": config.train.seq_len,
+        "steps": config.train.steps,
+    }
+
+
+def finish(run: Run, outcome: str) -> None:
+    """Wait for the last checkpoint, write sample, summary and plot, and say how the run ended."""
+    run.loader.close()
+    run.checkpointer.close()
+    (state_bytes,) = global_sums(torch.tensor(float(run.optimizer.state_bytes()), device=run.device))
+    text = None
+    if outcome == "done" and run.config.run.sample_tokens:
+        prompt = next(eval_batches(run.data.val or run.data.train, 1, 0, 1)).tokens[0, :PROMPT_TOKENS].tolist()
+        continuation = sample(run.model, prompt, run.config.run.sample_tokens, seed=run.config.train.seed)
+        text = run.data.tokenizer.decode([*prompt, *continuation])
+    run.observer.finish(
+        {
+            "status": outcome,
+            "steps": run.step,
+            "parameters": count_parameters(run.config.model),
+            "optimizer_state_bytes": int(state_bytes),
+            "microbatch": math.ceil(run.config.train.global_batch / env.world_size() / run.accumulation),
+            "accumulation": run.accumulation,
+            "world_size": env.world_size(),
+            "config_hash": compose.config_hash(run.config),
+            "sample": text,
+        }
+    )
+    run.observer.close()
+    if env.rank() == 0:
+        write_status(run.folder, outcome, step=run.step)
+
+
+if __name__ == "__main__":
+    sys.exit(main(CONFIG))
