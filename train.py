@@ -71,9 +71,11 @@ class Run:
     observer: Observer
     accumulation: int
     """Microbatches per step and rank."""
-    step: int = 0
+    start: int
+    """The step that was resumed; 0 for a new run."""
+    step: int
     """Optimizer steps done, skipped ones included."""
-    samples: int = 0
+    samples: int
     """Samples consumed: the position in the data."""
     skipped: int = 0
     """Steps skipped in a row."""
@@ -126,7 +128,7 @@ def build_run(config: Config, folder: Path, device: torch.device) -> Run:
     observer = build_observer(config, folder, rank == 0, meta["step"], header)
     return Run(
         config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, accumulation,
-        meta["step"], meta["samples"],
+        meta["step"], meta["step"], meta["samples"],
     )  # fmt: skip
 
 
@@ -211,7 +213,6 @@ def train_step(run: Run) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def evaluate(run: Run) -> float | None:
     """Mean held-out loss per token, every token once over all ranks; None where nothing is held out."""
     settings = run.config.train
@@ -219,13 +220,12 @@ def evaluate(run: Run) -> float | None:
         return None
     summed = torch.zeros((), dtype=torch.float64, device=run.device)
     count = torch.zeros((), dtype=torch.int64, device=run.device)
-    run.model.eval()
     rows = min(run.config.microbatch, settings.global_batch // env.world_size())
-    for batch in eval_batches(run.data.val, rows, env.rank(), env.world_size(), settings.eval_tokens):
-        ((tokens, labels, positions),) = split(batch, 1, run.device)
-        summed += run.model(tokens, labels, positions)
-        count += (labels != IGNORE).sum()
-    run.model.train()
+    with parallel.evaluation(run.model):
+        for batch in eval_batches(run.data.val, rows, env.rank(), env.world_size(), settings.eval_tokens):
+            ((tokens, labels, positions),) = split(batch, 1, run.device)
+            summed += run.model(tokens, labels, positions)
+            count += (labels != IGNORE).sum()
     total, tokens_seen = global_sums(summed, count)
     return total / tokens_seen if tokens_seen else None
 
@@ -321,28 +321,33 @@ def finish(run: Run, outcome: str) -> None:
     """Wait for the last checkpoint, write sample, summary and plot, and say how the run ended."""
     run.loader.close()
     run.checkpointer.close()
+    if run.step > run.start or not agree.on_first((run.folder / "summary.json").exists, "looking for summary.json"):
+        run.observer.finish(summarise(run, outcome))
+    run.observer.close()
+    if env.rank() == 0:
+        write_status(run.folder, outcome, step=run.step)
+
+
+def summarise(run: Run, outcome: str) -> dict[str, Any]:
+    """What ``summary.json`` says beyond the records of the steps. Collective."""
     (state_bytes,) = global_sums(torch.tensor(float(run.optimizer.state_bytes()), device=run.device))
     text = None
     if outcome == "done" and run.config.run.sample_tokens:
         prompt = next(eval_batches(run.data.val or run.data.train, 1, 0, 1)).tokens[0, :PROMPT_TOKENS].tolist()
-        continuation = sample(run.model, prompt, run.config.run.sample_tokens, seed=run.config.train.seed)
+        with parallel.evaluation(run.model):
+            continuation = sample(run.model, prompt, run.config.run.sample_tokens, seed=run.config.train.seed)
         text = run.data.tokenizer.decode([*prompt, *continuation])
-    run.observer.finish(
-        {
-            "status": outcome,
-            "steps": run.step,
-            "parameters": count_parameters(run.config.model),
-            "optimizer_state_bytes": int(state_bytes),
-            "microbatch": math.ceil(run.config.train.global_batch / env.world_size() / run.accumulation),
-            "accumulation": run.accumulation,
-            "world_size": env.world_size(),
-            "config_hash": compose.config_hash(run.config),
-            "sample": text,
-        }
-    )
-    run.observer.close()
-    if env.rank() == 0:
-        write_status(run.folder, outcome, step=run.step)
+    return {
+        "status": outcome,
+        "steps": run.step,
+        "parameters": count_parameters(run.config.model),
+        "optimizer_state_bytes": int(state_bytes),
+        "optimizer_state_bytes_per_param": state_bytes / count_parameters(run.config.model),
+        "microbatch": math.ceil(run.config.train.global_batch / env.world_size() / run.accumulation),
+        "accumulation": run.accumulation,
+        "world_size": env.world_size(),
+        "sample": text,
+    }
 
 
 if __name__ == "__main__":

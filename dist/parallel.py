@@ -90,3 +90,22 @@ def gradient_sync(model: nn.Module, *, last: bool, every: bool) -> Iterator[None
         model.set_is_last_backward(True)
         model.set_requires_gradient_sync(True)
         model.set_requires_all_reduce(True)
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Forward passes without gradients or dropout; on leaving, the model is as training needs it.
+
+    FSDP2 keeps the last units gathered after a forward and relies on a backward to free them. Without one they would
+    stay, and whoever asks the model for its parameters, such as a checkpoint, would get plain copies.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -1,0 +1,134 @@
+"""One trajectory: the loss and the weights are a function of configuration and seed, not of how the work is cut.
+
+Background: gradient accumulation that syncs at the wrong microbatch, means of means, a norm of one shard, a data order
+that depends on the number of ranks and a resume that repeats a batch all train, and all train something else. The
+reference is one process with one microbatch; every other way to run must follow it, and the same way twice must agree
+bit for bit.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import UNEVEN, losses, train_ranks
+
+STEPS = 50
+# world size, overrides
+LAYOUTS = [
+    (1, ["microbatch=5"]),
+    (1, ["microbatch=1", "activation_checkpoint=full"]),
+    (2, ["parallel=fsdp"]),
+    (2, ["parallel=fsdp", "microbatch=1", "parallel.reduce=last"]),
+    (2, ["parallel=ddp", "microbatch=4"]),
+    (3, ["parallel=fsdp", "microbatch=3", "activation_checkpoint=selective"]),
+    (3, ["parallel=ddp", "microbatch=1", "parallel.reduce=every"]),
+    (4, ["parallel=fsdp", "microbatch=2", "parallel.reshard=false"]),
+    (4, ["parallel=hsdp", "parallel.shard=2", "microbatch=1"]),
+    (4, ["parallel=hsdp", "parallel.shard=2", "microbatch=2", "parallel.reduce=last", "activation_checkpoint=full"]),
+]
+
+
+@functools.cache
+def reference(tokens: Path, *overrides: str):
+    return train_ranks(1, tokens, f"train.steps={STEPS}", *UNEVEN, *overrides)[0]
+
+
+def assert_same_trajectory(result, expected, rtol: float = 1e-5) -> None:
+    torch.testing.assert_close(losses(result), losses(expected), rtol=rtol, atol=0)
+    norms = [torch.tensor([record["grad_norm"] for record in run["records"]]) for run in (result, expected)]
+    torch.testing.assert_close(*norms, rtol=1e-3, atol=0)
+    assert [record["lr"] for record in result["records"]] == [record["lr"] for record in expected["records"]]
+    assert [record["tokens"] for record in result["records"]] == [record["tokens"] for record in expected["records"]]
+    for name, tensor in expected["tensors"].items():
+        error = (result["tensors"][name] - tensor).double().norm()
+        assert error <= rtol * tensor.double().norm() + 1e-9, name
+
+
+@pytest.mark.parametrize("world_size, overrides", LAYOUTS, ids=lambda value: str(value).replace("'", ""))
+def test_every_layout_follows_one_process(world_size: int, overrides: list[str], tokens: Path, tmp_path: Path):
+    expected = reference(tokens, f"run.dir={tmp_path.parent / 'reference'}")
+    results = train_ranks(world_size, tokens, f"train.steps={STEPS}", f"run.dir={tmp_path}", *UNEVEN, *overrides)
+    assert_same_trajectory(results[0], expected)
+    for other in results[1:]:
+        assert all(torch.equal(tensor, other["tensors"][name]) for name, tensor in results[0]["tensors"].items())
+        assert torch.equal(losses(other), losses(results[0]))
+    # rank r takes rows r*B to (r+1)*B of every global batch
+    ids = [sum((result["ids"][step] for result in results), []) for step in range(STEPS)]
+    assert ids == expected["ids"]
+
+
+def test_sgd_shows_the_scale_of_the_gradient(tokens: Path, tmp_path: Path):
+    """Adam hides a gradient that is too large by the number of ranks; SGD does not."""
+    settings = ["optimizer=sgd", "optimizer.lr=0.5", "train.max_norm=0", "microbatch=2", *UNEVEN]
+    expected = train_ranks(1, tokens, *settings, f"run.dir={tmp_path / '1'}")[0]
+    for world_size, mode in ((2, "fsdp"), (2, "ddp"), (3, "fsdp"), (4, "ddp")):
+        result = train_ranks(world_size, tokens, *settings, f"parallel={mode}", f"run.dir={tmp_path / mode}{world_size}")
+        torch.testing.assert_close(losses(result[0]), losses(expected), rtol=1e-5, atol=0)
+        for name, tensor in expected["tensors"].items():
+            torch.testing.assert_close(result[0]["tensors"][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 1e9])
+def test_clipping_happens_once_on_the_whole_gradient(max_norm: float, tokens: Path, tmp_path: Path):
+    def run(world_size: int, *overrides: str):
+        folder = tmp_path / f"{world_size}{len(overrides)}"
+        settings = ["optimizer=sgd", "optimizer.lr=1", f"train.max_norm={max_norm}", f"run.dir={folder}"]
+        return train_ranks(world_size, tokens, *settings, *overrides)[0]
+
+    expected = run(1)
+    for result in (run(1, "microbatch=3"), run(2, "parallel=ddp"), run(2, "parallel=fsdp", "microbatch=2")):
+        assert_same_trajectory(result, expected)
+    first_norm = expected["records"][0]["grad_norm"]
+    assert 0.1 < first_norm < 1e3, "the norm that is logged is the one before clipping"
+
+
+def test_the_same_run_twice_is_the_same_bit_for_bit(tokens: Path, tmp_path: Path):
+    first, second = (
+        train_ranks(2, tokens, "microbatch=2", f"run.dir={tmp_path / name}")[0] for name in ("first", "second")
+    )
+    assert torch.equal(losses(first), losses(second))
+    assert all(torch.equal(tensor, second["tensors"][name]) for name, tensor in first["tensors"].items())
+
+
+GPT2 = ["model=gpt2_debug", "model.hidden=256", "model.kv_heads=null"]
+
+
+@pytest.mark.parametrize("world_size, mode", [(2, "fsdp"), (3, "ddp")])
+def test_gpt2_follows_one_process(world_size: int, mode: str, tokens: Path, tmp_path: Path):
+    expected = train_ranks(1, tokens, *GPT2, f"run.dir={tmp_path / '1'}")[0]
+    settings = [*GPT2, f"parallel={mode}", "microbatch=2", "activation_checkpoint=full", f"run.dir={tmp_path / 'n'}"]
+    assert_same_trajectory(train_ranks(world_size, tokens, *settings)[0], expected)
+    names = [name for name in expected["tensors"] if name.startswith("model.")]
+    assert "model.tok_embeddings.weight" in names and not any("lm_head" in name for name in names), "tied: held once"
+
+
+def test_dropout_does_not_depend_on_recomputation(tokens: Path, tmp_path: Path):
+    def run(policy: str):
+        settings = [*GPT2, "model.dropout=0.1", f"activation_checkpoint={policy}", f"run.dir={tmp_path / policy}"]
+        return train_ranks(2, tokens, *settings)[0]
+
+    kept, full, selective = run("none"), run("full"), run("selective")
+    assert torch.equal(losses(kept), losses(full)) and torch.equal(losses(kept), losses(selective))
+
+
+def test_evaluation_leaves_the_training_stream_alone(tokens: Path, tmp_path: Path):
+    often, never = (
+        train_ranks(2, tokens, f"train.eval_interval={interval}", f"run.dir={tmp_path / str(interval)}")[0]
+        for interval in (1, 0)
+    )
+    assert torch.equal(losses(often), losses(never)) and often["ids"] == never["ids"]
+    assert all("val_loss" in record for record in often["records"])
+
+
+def test_held_out_loss_is_the_same_everywhere(tokens: Path, tmp_path: Path):
+    """Every token once: an odd number of windows over 1 to 4 ranks, and the same again at a learning rate of 0."""
+    settings = ["optimizer.lr=0", "train.eval_interval=1", "train.steps=2", "train.eval_tokens=null"]
+    results = [
+        train_ranks(world_size, tokens, *settings, f"run.dir={tmp_path / str(world_size)}", "microbatch=2")[0]
+        for world_size in (1, 2, 3, 4)
+    ]
+    values = [[record["val_loss"] for record in result["records"]] for result in results]
+    assert all(value[0] == value[1] for value in values)
+    torch.testing.assert_close(torch.tensor(values), torch.tensor(values[0]).expand(4, 2), rtol=1e-6, atol=0)

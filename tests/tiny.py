@@ -1,0 +1,114 @@
+"""A model small enough to train on four processes in a second, its data, and ways to run ``train.py`` on it.
+
+Runs are deterministic, which also makes torch fill new memory with NaN: a read of uninitialised memory shows. UNEVEN has a vocabulary of 291 and widths that 2, 3 and 4 ranks do not divide, so that shards differ and the last
+ranks of a short parameter hold nothing.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import train  # here, not in the ranks: forked processes share what is imported
+from conf import compose
+from dist.reduce import local
+from dist.run_folder import agree_run_folder
+from tests.spawn import run_ranks
+
+ROOT = Path(__file__).parents[1]
+TINY = [
+    "model.dim=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "model.hidden=96", "model.vocab_size=300",
+    "data.vocab_size=300", "train.seq_len=32", "train.global_batch=12", "train.steps=6", "train.eval_interval=0",
+    "train.eval_tokens=1500", "train.loss_chunk=50", "schedule.warmup=2", "microbatch=12", "checkpoint.interval=0",
+    "train.deterministic=true", "run.sample_tokens=8", "run.device=cpu", "log.wandb.mode=disabled",
+]  # fmt: skip
+UNEVEN = ["model.dim=66", "model.heads=3", "model.kv_heads=1", "model.hidden=90"]
+
+
+def write_corpus(folder: Path) -> Path:
+    """Some documents of made-up words, the same every time: a vocabulary of 300 and about 20,000 tokens."""
+    source = random.Random(0)
+    words = ["".join(source.choice("abcdefghijklmnop ") for _ in range(source.randint(2, 7))) for _ in range(200)]
+    folder.mkdir(parents=True)
+    for number in range(40):
+        lines = [" ".join(source.choices(words, k=12)) for _ in range(12)]
+        (folder / f"document{number:02}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def prepare_tokens(folder: Path) -> Path:
+    """Tokenise the corpus into ``folder/tokens``, with enough held out for an evaluation."""
+    from data.prepare import prepare
+
+    corpus = write_corpus(folder / "corpus")
+    overrides = ["data=text", f"data.path={corpus}", f"data.dir={folder / 'tokens'}", "data.vocab_size=300"]
+    prepare(compose.load_config([*overrides, "data.val_share=0.15", "data.workers=1"]).data)
+    return folder / "tokens"
+
+
+def train_ranks(world_size: int, tokens: Path, *overrides: str, hook: Any = None) -> list[dict[str, Any]]:
+    """Train TINY on ``tokens`` in ``world_size`` processes; each rank's ``train_here`` result."""
+    return run_ranks(world_size, _train_rank, str(tokens), overrides, hook)
+
+
+def _train_rank(rank: int, world_size: int, tokens: str, overrides: tuple[str, ...], hook: Any) -> dict[str, Any]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    return train_here(world_size, tokens, overrides, hook)
+
+
+def train_here(world_size: int, tokens: str, overrides: tuple[str, ...], hook: Any = None) -> dict[str, Any]:
+    """Build and train a run in this process, whose process group exists.
+
+    Returns the outcome, the records of its steps, the sample ids of each, whole weights and optimizer state by name.
+    ``hook(run)`` is called before training.
+    """
+    config = compose.load_config([*TINY, "data=tokens", f"data.path={tokens}", *overrides], world_size)
+    run = train.build_run(config, agree_run_folder(config, compose.to_yaml(config)), torch.device("cpu"))
+    result: dict[str, Any] = {"records": [], "ids": [], "folder": str(run.folder), "start": run.step}
+    _spy(run, result)
+    if hook is not None:
+        hook(run)
+    result["outcome"] = train.train(run)
+    train.finish(run, result["outcome"])
+    tensors = train.tensors_of(run.model, run.optimizer)
+    full = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in tensors.items()}
+    result["tensors"] = {name: local(tensor).clone() for name, tensor in full.items()}
+    return result
+
+
+def _spy(run: Any, result: dict[str, Any]) -> None:
+    step, batch = run.observer.step, type(run.loader).__next__
+
+    class Spied(type(run.loader)):
+        def __next__(self):
+            taken = batch(self)
+            result["ids"].append(taken.sample_ids.tolist())
+            return taken
+
+    run.loader.__class__ = Spied
+    run.observer.step = lambda record: (result["records"].append(record), step(record))
+
+
+def losses(result: dict[str, Any]) -> torch.Tensor:
+    """The loss of every step, fp64."""
+    return torch.tensor([record["loss"] for record in result["records"]], dtype=torch.float64)
+
+
+def run_train(arguments: list[str], processes: int = 0, script: tuple[str, ...] = ("train.py",), **environment: str) -> Any:
+    """``python train.py`` or, with ``processes``, torchrun; returns the completed process with its text."""
+    launcher = [sys.executable]
+    if processes:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*launcher, *script, *TINY, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
