@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import torch
 
-from dist import agree, run_folder
+from dist import agree, env, run_folder
 
 FAILED = 1
 # a launcher ends all processes when the first one leaves: the one that prints must be it
@@ -26,7 +26,9 @@ def fail(error: BaseException, folder: Path | None) -> NoReturn:
     Call it in the entry point's ``except`` block, before the process group is destroyed. ``folder`` is the run folder,
     None while there is none.
     """
-    if agree.report_failure(error):
+    # an agreed error is on every rank, and needs no store, which ends with the rank that serves it
+    told_here = env.rank() == 0 if isinstance(error, agree.AgreedError) else agree.report_failure(error)
+    if told_here:
         print(f"error: {_describe(error)}", file=sys.stderr, flush=True)
         if folder is not None:
             outcome = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"

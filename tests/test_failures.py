@@ -4,15 +4,17 @@ Background: a check for NaN that runs when metrics are logged comes after the up
 peers in a collective; a full disk takes the last good checkpoint with it.
 """
 
+import json
 import math
 import os
-import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.tiny import ROOT, losses, read_lines, run_train, train_ranks
+import train
+from tests.tiny import fork_train, losses, read_lines, run_train, train_ranks
 
 
 def spoil(run, at: dict[int, str]) -> None:
@@ -42,7 +44,7 @@ def test_bad_steps_are_skipped_by_all(optimizer: str, world_size: int, layout: s
         def observe(record):
             snapshots[record["step"]] = {
                 name: tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
-                for name, tensor in train_tensors(run).items()
+                for name, tensor in train.tensors_of(run.model, run.optimizer).items()
             }
             if record["step"] in (3, 4):
                 before, after = snapshots[record["step"] - 1], snapshots[record["step"]]
@@ -65,12 +67,6 @@ def test_bad_steps_are_skipped_by_all(optimizer: str, world_size: int, layout: s
     assert [(event["step"], event["in_a_row"]) for event in events] == [(3, 1), (4, 2)]
 
 
-def train_tensors(run):
-    import train
-
-    return train.tensors_of(run.model, run.optimizer)
-
-
 @pytest.mark.parametrize(
     "overrides, message",
     [
@@ -84,93 +80,113 @@ def test_skips_are_bounded(overrides: list[str], message: str, tokens: Path, tmp
         train_ranks(2, tokens, *overrides, f"run.dir={tmp_path}", hook=lambda run: spoil(run, always))
 
 
-def messages(result) -> list[str]:
-    return re.findall(r"^error: .*", result.stderr, re.MULTILINE)
+STEP = 5
 
 
-def run_faulty(fault: str, arguments: list[str], processes: int):
-    """``tests/faulty.py`` under torchrun: train.py with one thing broken on one rank."""
-    return run_train([*arguments], processes, script=("-m", "tests.faulty"), FAULT=fault)
+def broken(*arguments, **options):
+    raise RuntimeError("broken on purpose")
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize(
-    "fault, status, words",
-    [
-        ("raise in forward", "failed", "RuntimeError: broken on purpose"),
-        ("raise in optimizer", "failed", "RuntimeError: broken on purpose"),
-        ("raise in loader", "failed", "the data loader stopped: broken on purpose"),
-        ("raise in data", "failed", "broken on purpose"),
-    ],
-)
+def break_last_rank(fault: str) -> None:
+    """Let ``fault`` happen in step STEP of the last rank, or while it opens the data."""
+    if int(os.environ["RANK"]) != int(os.environ["WORLD_SIZE"]) - 1:
+        return
+    if fault == "data":
+        train.open_data = broken
+    build_run = train.build_run
+
+    def build_broken_run(*arguments):
+        run = build_run(*arguments)
+        step = run.observer.step
+
+        def break_at(record):
+            step(record)
+            if record["step"] == STEP:
+                break_now(run, fault)
+
+        run.observer.step = break_at
+        return run
+
+    train.build_run = build_broken_run
+
+
+def break_now(run, fault: str) -> None:
+    if fault == "forward":
+        run.model.register_forward_pre_hook(broken)
+    elif fault == "optimizer":
+        run.optimizer.step = broken
+    elif fault == "loader":
+        run.loader._dataset.batch = broken
+    elif fault.startswith("exit"):
+        os._exit(int(fault.split()[1]))
+    elif fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("processes, layout", [(2, "fsdp"), (3, "ddp"), (4, "fsdp")])
+@pytest.mark.parametrize("fault", ["forward", "optimizer", "loader", "data"])
 def test_an_error_on_one_rank_ends_all_and_is_told_once(
-    fault: str, status: str, words: str, processes: int, tokens: Path, tmp_path: Path
+    fault: str, processes: int, layout: str, tokens: Path, tmp_path: Path
 ):
-    import json
-    import time
-
-    start = time.perf_counter()
-    arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "train.steps=1000"]
-    result = run_faulty(fault, arguments, processes)
-    assert result.returncode != 0
-    assert time.perf_counter() - start < 60
-    assert len(messages(result)) == 1, result.stderr
-    assert words in result.stderr
-    assert json.loads((tmp_path / "status.json").read_text())["outcome"] == status
+    arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "train.steps=1000", f"parallel={layout}"]
+    ended = fork_train(processes, arguments, lambda: break_last_rank(fault))
+    assert ended.statuses == [1] * processes, ended.errors
+    assert len(ended.messages()) == 1, ended.errors
+    assert "broken on purpose" in "".join(ended.errors)
+    assert json.loads((tmp_path / "status.json").read_text())["outcome"] == "failed"
 
 
-@pytest.mark.parametrize("death", ["exit 0", "exit 1", "kill"])
-def test_a_rank_that_vanishes_ends_all(death: str, tokens: Path, tmp_path: Path):
-    arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "train.steps=1000", "checkpoint.interval=2"]
-    result = run_faulty(death, arguments, 2)
-    assert result.returncode != 0
-    # what was saved before is still there and resumes
-    again = run_train([*arguments[:3], "train.steps=8", "checkpoint.interval=2"], 2)
-    assert again.returncode == 0, again.stderr
-    first = read_lines(tmp_path / "metrics.jsonl")
-    assert [record["step"] for record in first] == list(range(1, 9))
+@pytest.mark.parametrize("death, status", [("exit 0", 0), ("exit 3", 3), ("kill", -9)])
+def test_a_rank_that_vanishes_ends_all_and_nothing_saved_is_lost(
+    death: str, status: int, tokens: Path, tmp_path: Path
+):
+    arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "checkpoint.interval=2"]
+    ended = fork_train(2, [*arguments, "train.steps=1000"], lambda: break_last_rank(death))
+    assert ended.statuses == [1, status], ended.errors
+    assert len(ended.messages()) == 1, ended.errors
+    again = fork_train(2, [*arguments, "train.steps=8"])
+    assert again.statuses == [0, 0], again.errors
+    assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["data=tokens", "data.path=/nowhere"], "/nowhere"),
-        (["data=stdlib", "data.dir=/nowhere"], "python -m data.prepare"),
-        (["data=tokens", "data.path={tokens}", "model.vocab_size=257", "data.vocab_size=257"], "257"),
-        (["data=tokens", "data.path={tokens}", "model.max_seq_len=900000", "train.seq_len=800000"], "800000"),
-        (["data=tokens", "data.path={tokens}", "run.dir=/proc/nowhere"], "/proc/nowhere"),
-        (["data=tokens", "data.path={tokens}", "run.device=cuda"], "no GPU"),
-        (["data=tokens", "data.path={tokens}", "train.global_batch=13"], "global_batch=13"),
-        (["data=tokens", "data.path={tokens}", "checkpoint.resume=3"], "3"),
-    ],
-)
+BAD_INPUT = [
+    (["data.path=/nowhere"], "/nowhere"),
+    (["data=stdlib", "data.dir=/nowhere", "data.path=null"], "python -m data.prepare"),
+    (["model.vocab_size=257", "data.vocab_size=257"], "257"),
+    (["model.max_seq_len=900000", "train.seq_len=800000"], "800000"),
+    (["run.dir=/proc/nowhere"], "/proc/nowhere"),
+    (["run.device=cuda"], "no GPU"),
+    (["train.global_batch=13"], "global_batch=13"),
+    (["train.stepz=3"], "train.stepz"),
+    (["checkpoint.resume=3"], "checkpoint.resume=3"),
+    (["optimizer.decay=[nothing.*]"], "matches no parameter"),
+]
+
+
+@pytest.mark.parametrize("arguments, words", BAD_INPUT, ids=[words for _, words in BAD_INPUT])
 def test_bad_input_is_told_once(arguments: list[str], words: str, tokens: Path, tmp_path: Path):
-    arguments = [argument.format(tokens=tokens) for argument in arguments]
-    if not any(argument.startswith("run.dir") for argument in arguments):
-        arguments.append(f"run.dir={tmp_path / 'run'}")
-    result = run_train(arguments, 2)
-    assert result.returncode != 0
-    assert len(messages(result)) == 1, result.stderr
-    assert words in messages(result)[0]
-    # the launcher has a traceback of its own
-    assert "train.py" not in result.stderr.split("torch/distributed/")[0] or "Traceback" not in result.stderr[:200]
+    folder = tmp_path / "run"
+    ended = fork_train(2, ["data=tokens", f"data.path={tokens}", f"run.dir={folder}", *arguments])
+    assert all(status not in (0, None) for status in ended.statuses)
+    (message,) = ended.messages()
+    assert words in message
+    assert "Traceback" not in "".join(ended.errors)
+    assert not (folder / "checkpoints").exists()
 
 
 def test_another_run_in_the_folder_is_refused_and_loses_nothing(tokens: Path, tmp_path: Path):
     settings = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "checkpoint.interval=3"]
-    assert run_train(settings).returncode == 0
+    assert fork_train(1, settings).statuses == [0]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for change, words in ((["model.dim=32"], "model.dim"), (["optimizer=sgd"], "optimizer.name")):
-        result = run_train([*settings, *change])
-        assert result.returncode != 0 and len(messages(result)) == 1 and words in messages(result)[0]
+        ended = fork_train(2, [*settings, *change])
+        (message,) = ended.messages()
+        assert ended.statuses == [1, 1] and words in message
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    changed = {path.name for path in before if after.get(path) != before[path]}
-    assert changed <= {"status.json"}
+    assert {path.name for path in before if after.get(path) != before[path]} <= {"status.json"}
 
 
 def test_the_whole_run_under_torchrun(tokens: Path, tmp_path: Path):
-    import json
-
     settings = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "checkpoint.interval=2"]
     stopped = run_train([*settings, "train.stop_after=3"], 2)
     assert stopped.returncode == 0, stopped.stderr
@@ -188,4 +204,3 @@ def test_the_whole_run_under_torchrun(tokens: Path, tmp_path: Path):
     rates = [record["tokens_per_second"] * record["step_seconds"] for record in read_lines(tmp_path / "metrics.jsonl")]
     assert rates == pytest.approx([12 * 32] * 6)
     assert losses({"records": read_lines(tmp_path / "metrics.jsonl")}).isfinite().all()
-    assert str(ROOT) not in (tmp_path / "metrics.jsonl").read_text()

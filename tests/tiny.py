@@ -5,10 +5,17 @@ ranks of a short parameter hold nothing.
 """
 
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import random
+import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,7 @@ import torch
 
 import train  # here, not in the ranks: forked processes share what is imported
 from conf import compose
+from conf.command import read_command_line
 from dist.reduce import local
 from dist.run_folder import agree_run_folder
 from tests.spawn import run_ranks
@@ -99,14 +107,67 @@ def losses(result: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([record["loss"] for record in result["records"]], dtype=torch.float64)
 
 
-def run_train(arguments: list[str], processes: int = 0, script: tuple[str, ...] = ("train.py",), **environment: str) -> Any:
-    """``python train.py`` or, with ``processes``, torchrun; returns the completed process with its text."""
+def run_train(arguments: list[str], processes: int = 0) -> subprocess.CompletedProcess[str]:
+    """``python train.py`` or, with ``processes``, the same under torchrun: slow, but what a user starts."""
     launcher = [sys.executable]
     if processes:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*launcher, *script, *TINY, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    command = [*launcher, "train.py", *TINY, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@dataclass
+class Ended:
+    """How the processes of ``fork_train`` ended: exit status and standard error of each rank."""
+
+    statuses: list[int | None]
+    errors: list[str]
+
+    def messages(self) -> list[str]:
+        """The error messages of all ranks together."""
+        return [line for text in self.errors for line in text.splitlines() if line.startswith("error: ")]
+
+
+def fork_train(processes: int, arguments: list[str], change: Callable[[], None] | None = None) -> Ended:
+    """``train.main`` in forked processes that meet over a port, as torchrun starts them but without its watching.
+
+    ``change`` is called in each process before. A process that is still there 30 s after the first one ended is killed
+    and its status is None.
+    """
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        context = multiprocessing.get_context("fork")
+        started = [
+            context.Process(target=_main, args=(rank, processes, port, folder, arguments, change))
+            for rank in range(processes)
+        ]
+        for process in started:
+            process.start()
+        multiprocessing.connection.wait([process.sentinel for process in started], 120)
+        deadline = time.monotonic() + 30
+        for process in started:
+            process.join(max(0.0, deadline - time.monotonic()))
+        statuses = [process.exitcode for process in started]
+        for process in started:
+            process.kill()
+        return Ended(statuses, [(Path(folder) / f"stderr{rank}").read_text() for rank in range(processes)])
+
+
+def _main(
+    rank: int, world_size: int, port: int, folder: str, arguments: list[str], change: Callable[[], None] | None
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{folder}/{name}{rank}", os.O_CREAT | os.O_WRONLY), number)
+    sys.stderr = os.fdopen(2, "w", closefd=False)
+    torch.set_num_threads(1)
+    if change is not None:
+        change()
+    sys.exit(train.main(read_command_line("train.py", [*TINY, *arguments], rank, world_size)))
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
