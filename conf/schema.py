@@ -364,10 +364,15 @@ class WandbConfig:
     group: str | None = None
     """Group shown in the interface."""
     timeout_seconds: float = 20.0
-    """Longest wait for the service at start and at the end."""
+    """An online run that is not open after this long goes on offline; the end of the run waits no longer than this."""
 
     def __post_init__(self) -> None:
         _choice("log.wandb.mode", self.mode, ("offline", "online", "disabled"))
+        if not self.project or len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
+            raise ConfigError(
+                f"log.wandb.project={self.project!r} must have 1 to 128 characters and none of / \\ # ? % :. "
+                "Set for example log.wandb.project=gossamer."
+            )
         _above("log.wandb.timeout_seconds", self.timeout_seconds, 0)
 
 
@@ -376,7 +381,9 @@ class LogConfig:
     """What is recorded besides ``metrics.jsonl``, which always has one object per step."""
 
     interval: int = 1
-    """Steps between lines of the console, W&B and TensorBoard."""
+    """Steps between lines of the console, W&B and TensorBoard, which then show the means of the steps between."""
+    console: bool = True
+    """Show the steps: a live table where stdout is a terminal, else one line each."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """Weights & Biases."""
     tensorboard: bool = False
@@ -386,7 +393,8 @@ class LogConfig:
     profile_steps: int = 3
     """Steps in the profiler window."""
     memory_snapshot: bool = False
-    """CUDA: record allocations and write ``memory_snapshot.pickle`` at the end, or when memory runs out."""
+    """CUDA: record allocations and write ``profile/memory_snapshot_rank<r>.pickle`` at the end (rank 0) and on any rank
+    where memory runs out (view at pytorch.org/memory_viz)."""
 
     def __post_init__(self) -> None:
         _at_least("log.interval", self.interval, 1)

@@ -1,0 +1,1 @@
+"""What a run shows and records: throughput, MFU, memory, metrics, events, summary, profiler, text samples."""
