@@ -12,7 +12,7 @@ import torch
 import torch.distributed
 
 from conf.schema import ConfigError
-from dist import env
+from dist import agree, env
 
 
 def choose_device(name: str) -> torch.device:
@@ -33,7 +33,10 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device, timeout_seconds: float) -> Iterator[None]:
-    """Join the run's process group and leave it at the end."""
+    """Join the run's process group and leave it at the end.
+
+    Meanwhile a rank that another's failure would leave in a collective is ended (``agree.FailureWatch``).
+    """
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -45,7 +48,10 @@ def process_group(device: torch.device, timeout_seconds: float) -> Iterator[None
         )
     else:
         torch.distributed.init_process_group(backend, timeout=timeout)
+    watch = agree.FailureWatch() if env.world_size() > 1 else None
     try:
         yield
     finally:
+        if watch is not None:
+            watch.stop()
         torch.distributed.destroy_process_group()

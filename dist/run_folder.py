@@ -32,7 +32,7 @@ STATUS_NAME = "status.json"
 EVENTS_NAME = "events.jsonl"
 OUTCOMES = ("running", "done", "preempted", "failed", "oom")
 
-# patterns of the settings that make a run what it is; the data's own identity is compared by content (check_identity)
+# patterns of the settings that make a run what it is; the data's own identity is compared by content (data.loader)
 IDENTITY = ("model.*", "optimizer.name", "train.seq_len", "train.seed")
 # labels and measures of speed among them, free to change
 NOT_IDENTITY = ("model.name", "model.microbatch")
@@ -56,22 +56,6 @@ def agree_run_folder(config: Config, resolved: str) -> Path:
     texts = agree.gather(resolved)
     agree.together(lambda: _refuse_different_ranks(texts), "comparing the configuration of the ranks")
     return agree.on_first(lambda: _open_folder(config, resolved), "opening the run folder")
-
-
-def check_identity(saved: dict[str, Any], current: dict[str, Any], what: str = "data") -> None:
-    """Refuse to resume a checkpoint whose identity (tokenizer hash, data checksums, ...) is not the current one.
-
-    ``saved`` comes from the checkpoint's meta, ``current`` from this run; both are plain values, possibly nested.
-
-    Raises:
-        ConfigError: naming every key that differs, with both values.
-    """
-    differences = _differences(_flatten(saved), _flatten(current))
-    if differences:
-        raise ConfigError(
-            f"the checkpoint was made with other {what}: {_listed(differences)}. Restore what it was made with, or set "
-            "another run.dir to start anew."
-        )
 
 
 def write_status(folder: Path, outcome: str, **fields: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first DTensor imports it: here, or a second later in every rank
 import torch.distributed
 import torch.multiprocessing
 

@@ -173,17 +173,6 @@ def test_a_record_that_cannot_be_read_is_refused(tmp_path: Path):
         assert kind == "AgreedConfigError" and "config.yaml" in message, content
 
 
-def test_identity_of_the_data():
-    saved = {"tokenizer": "abc", "shards": {"train": "1f", "val": "2e"}, "vocab_size": 4096}
-    run_folder.check_identity(saved, json.loads(json.dumps(saved)))
-    current = {"tokenizer": "xyz", "shards": {"train": "1f", "val": "2e", "extra": "0"}, "vocab_size": 4096}
-    with pytest.raises(ConfigError) as caught:
-        run_folder.check_identity(saved, current)
-    message = str(caught.value)
-    assert "tokenizer: abc and xyz" in message and "shards.extra: (not there) and 0" in message
-    assert "vocab_size" not in message and "another run.dir" in message
-
-
 def test_status_is_replaced_whole(tmp_path: Path):
     run_folder.write_status(tmp_path, "running", step=1)
     run_folder.write_status(tmp_path, "failed", step=7, loss=float("nan"), error="x")
