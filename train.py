@@ -50,6 +50,7 @@ from models.sample import sample
 from observe.memory import memory_usage
 from observe.meter import StepMeter
 from observe.observer import Observer, build_observer
+from observe.profiler import Profiler, build_profiler
 
 PREEMPTED_STATUS = 75
 PROMPT_TOKENS = 16
@@ -69,6 +70,7 @@ class Run:
     loader: Loader
     meter: StepMeter
     observer: Observer
+    profiler: Profiler
     accumulation: int
     """Microbatches per step and rank."""
     start: int
@@ -112,22 +114,20 @@ def build_run(config: Config, folder: Path, device: torch.device) -> Run:
     optimizer.init_state()
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save)
     meta = resume(config, checkpointer, model, optimizer, data)
+    if config.checkpoint.interval:
+        checkpointer.reserve(tensors_of(model, optimizer))
 
-    loader = Loader(
-        data.train, settings.global_batch, rank, world_size, meta["samples"], config.data.prefetch, device.type == "cuda"
-    )
-    meter = StepMeter(
-        settings.global_batch * settings.seq_len,
-        world_size,
-        flops_per_token(config.model, settings.seq_len),
-        device,
-        tokens=meta["tokens"],
-    )
+    prefetch, pin = config.data.prefetch, device.type == "cuda"
+    loader = Loader(data.train, settings.global_batch, rank, world_size, meta["samples"], prefetch, pin)
+    flops = flops_per_token(config.model, settings.seq_len)
+    step_tokens = settings.global_batch * settings.seq_len
+    meter = StepMeter(step_tokens, world_size, flops, device, tokens=meta["tokens"])
     accumulation = math.ceil(settings.global_batch / world_size / config.microbatch)
     header = describe(config, folder, device, model, accumulation)
-    observer = build_observer(config, folder, rank == 0, meta["step"], header)
+    observer = build_observer(config, folder, rank == 0, meta["step"], header, meta.get("observer"))
+    profiler = build_profiler(config.log, folder, rank, device)
     return Run(
-        config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, accumulation,
+        config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, profiler, accumulation,
         meta["step"], meta["step"], meta["samples"],
     )  # fmt: skip
 
@@ -156,7 +156,8 @@ def train(run: Run) -> str:
     settings, interval = run.config.train, run.config.checkpoint.interval
     stop = min(settings.steps, settings.stop_after or settings.steps)
     while run.step < stop:
-        record = train_step(run)
+        with run.profiler.step(run.step + 1):
+            record = train_step(run)
         if run.step == settings.steps or (settings.eval_interval and run.step % settings.eval_interval == 0):
             with run.meter.pause():
                 record["val_loss"] = evaluate(run)
@@ -189,7 +190,8 @@ def train_step(run: Run) -> dict[str, Any]:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     with meter.phase("reduce"):
         total, squared = global_sums(summed, squared_norm_share(gradients))
-    loss_value, norm = total / int(count), math.sqrt(squared)
+        step_tokens = int(count)
+    loss_value, norm = total / step_tokens, math.sqrt(squared)
     lr = config.optimizer.lr * lr_factor(config.schedule, step, config.train.steps)
     with meter.phase("optimizer"):
         # every rank has the same two numbers, so every rank decides the same
@@ -206,7 +208,7 @@ def train_step(run: Run) -> dict[str, Any]:
         "loss": loss_value,
         "lr": lr,
         "grad_norm": norm,
-        **meter.step(int(count)),
+        **meter.step(step_tokens),
         "data_wait_seconds": run.loader.wait_seconds,
         "skipped": not finite,
         "memory": memory_usage(run.device),
@@ -253,6 +255,9 @@ def note_skip(run: Run, finite: bool, loss: float, norm: float) -> None:
         return
     run.observer.event("skip", run.step, loss=str(loss), grad_norm=str(norm), in_a_row=run.skipped)
     settings = run.config.train
+    if settings.nonfinite == "stop" or run.skipped > settings.max_skips:
+        # what is being written is from before the trouble: let it become whole
+        run.checkpointer.wait()
     what = f"step {run.step}: the loss is {loss} and the gradient norm {norm}"
     if settings.nonfinite == "stop":
         raise ValueError(f"{what}. train.nonfinite=stop ends the run here, before the update; skip would go on.")
@@ -271,8 +276,14 @@ def tensors_of(model: LanguageModel, optimizer: StateOptimizer) -> dict[str, Ten
 
 def save(run: Run) -> None:
     """Write the checkpoint of this step."""
-    meta = {"step": run.step, "samples": run.samples, "tokens": run.meter.tokens, "data": run.data.identity}
-    meta["config"] = compose.flatten(run.config)
+    meta = {
+        "step": run.step,
+        "samples": run.samples,
+        "tokens": run.meter.tokens,
+        "data": run.data.identity,
+        "observer": agree.broadcast(run.observer.state),
+        "config": compose.flatten(run.config),
+    }
     blocked = run.checkpointer.save(run.step, tensors_of(run.model, run.optimizer), meta)
     run.observer.event("checkpoint", run.step, blocked_seconds=blocked)
 
@@ -320,6 +331,7 @@ def describe(
 def finish(run: Run, outcome: str) -> None:
     """Wait for the last checkpoint, write sample, summary and plot, and say how the run ended."""
     run.loader.close()
+    run.profiler.close()
     run.checkpointer.close()
     if run.step > run.start or not agree.on_first((run.folder / "summary.json").exists, "looking for summary.json"):
         run.observer.finish(summarise(run, outcome))

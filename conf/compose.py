@@ -32,7 +32,7 @@ from conf.schema import Config, ConfigError
 FOLDER = Path(__file__).parent
 GROUPS = ("model", "optimizer", "parallel", "data", "log", "experiment")
 # group -> name of its schema node -> dataclass; a YAML names its schema first in its defaults
-SCHEMAS = {
+SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"schema": schema.ModelConfig},
     "optimizer": {"adamw_schema": schema.AdamWConfig, "sgd_schema": schema.SGDConfig},
     "parallel": {"schema": schema.ParallelConfig},
@@ -69,15 +69,15 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def flatten(config: object, prefix: str = "") -> dict[str, object]:
+def flatten(config: typing.Any, prefix: str = "") -> dict[str, object]:
     """Dotted key -> value of every setting of a config section; lists count as one value."""
     result: dict[str, object] = {}
-    for item in dataclasses.fields(config):  # type: ignore[arg-type]
+    for item in dataclasses.fields(config):
         value, key = getattr(config, item.name), f"{prefix}{item.name}"
         if dataclasses.is_dataclass(value):
             result |= flatten(value, f"{key}.")
         elif isinstance(value, list):
-            result[key] = [dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for v in value]
+            result[key] = [vars(entry) if isinstance(entry, schema.SourceConfig) else entry for entry in value]
         else:
             result[key] = value
     return result
@@ -145,11 +145,11 @@ def _is_text(key: str) -> bool:
     return any(name == key and item.type in (str, str | None) for name, _, item in _keys(Config))
 
 
-def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, str, dataclasses.Field]]:
+def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, str, dataclasses.Field[typing.Any]]]:
     """Every dotted key below ``cls`` with the class that owns it; the rules of all optimizers are listed."""
     for item in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(item.type):
-            variants = [item.type, *item.type.__subclasses__()]
+        if isinstance(item.type, type) and dataclasses.is_dataclass(item.type):
+            variants: list[type] = [item.type, *item.type.__subclasses__()]
             seen: set[str] = set()
             for variant in variants:
                 for key, owner, leaf in _keys(variant, f"{prefix}{item.name}."):
@@ -170,7 +170,7 @@ def _field_docs() -> dict[tuple[str, str], str]:
             if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
                 assert isinstance(statement.target, ast.Name) and isinstance(below.value, ast.Constant)
                 documentation[node.name, statement.target.id] = " ".join(str(below.value.value).split())
-    for cls in (value for value in vars(schema).values() if dataclasses.is_dataclass(value)):
+    for cls in (value for value in vars(schema).values() if isinstance(value, type)):
         for base in cls.__mro__[1:]:
             for (owner, name), text in list(documentation.items()):
                 if owner == base.__name__:
@@ -184,9 +184,11 @@ def _type_name(kind: typing.Any) -> str:
     return str(kind).replace("typing.", "").replace("conf.schema.", "").replace("NoneType", "None")
 
 
-def _default_text(item: dataclasses.Field) -> str:
-    value = item.default_factory() if item.default is dataclasses.MISSING else item.default  # type: ignore[misc]
-    return "null" if value is None else str(value)
+def _default_text(item: dataclasses.Field[typing.Any]) -> str:
+    if item.default is not dataclasses.MISSING:
+        return "null" if item.default is None else str(item.default)
+    assert item.default_factory is not dataclasses.MISSING
+    return str(item.default_factory())
 
 
 def _resolve_paths(config: Config) -> None:

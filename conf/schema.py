@@ -62,7 +62,8 @@ class ModelConfig:
     """A decoder-only transformer. ``family`` decides the architecture; the other fields are its sizes."""
 
     family: str = "llama3"
-    """``llama3`` (RMSNorm, rotary positions, grouped queries, SwiGLU) or ``gpt2`` (LayerNorm, learned positions, GELU)."""
+    """``llama3`` (RMSNorm, rotary positions, grouped queries, SwiGLU) or ``gpt2`` (LayerNorm, learned positions,
+    GELU)."""
     name: str = "custom"
     """Label used in logs and results."""
     dim: int = 256
@@ -280,7 +281,7 @@ class SourceConfig:
 
 @dataclass
 class DataConfig:
-    """What is trained on. ``python -m data.prepare`` reads this section and writes ``dir``; ``train.py`` reads ``dir``."""
+    """What is trained on. ``python -m data.prepare`` reads this section and writes ``dir``, which training reads."""
 
     kind: str = "stdlib"
     """``stdlib`` (the source of Python's standard library), ``text`` (files under ``path``), ``hf`` (the same with a

@@ -54,6 +54,20 @@ class Checkpointer:
         self._assignment = chunks.Assignment()
         self._copies: dict[str, torch.Tensor] = {}
 
+    def reserve(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Prepare for saves of ``tensors``: without it the first asynchronous save stalls for these things.
+
+        Who writes what is settled now; the memory for the copy is taken in the background, since the first touch of
+        fresh pages takes several times as long as the copy. Raises as ``save``.
+        """
+        if not self._async_save:
+            return
+        what = f"preparing saves to {self.folder}"
+        proposal = agree.together(lambda: chunks.Proposal(tensors, {}), what)
+        owned = chunks.owned_chunks(tensors, self._assignment.update(proposal, what)[1])
+        self._writing = threading.Thread(target=self._reserve, args=(owned,), name="reserve", daemon=True)
+        self._writing.start()
+
     def save(self, step: int, tensors: dict[str, torch.Tensor], meta: dict[str, Any]) -> float:
         """Save ``tensors`` and ``meta`` as the checkpoint of ``step``; returns the seconds that the call blocked.
 
@@ -147,13 +161,20 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return step_folder.step_folders(self.folder).get(step, self.folder / step_folder.step_name(step))
 
+    def _reserve(self, owned: dict[str, chunks.Chunk]) -> None:
+        try:
+            self._copies = {name: _host_copy(values).zero_() for name, (_, _, values) in owned.items()}
+        except (RuntimeError, MemoryError):
+            # the save tries again, and says so on all ranks if there is still no room
+            self._copies = {}
+
     def _copy(self, owned: dict[str, chunks.Chunk]) -> dict[str, chunks.Chunk]:
         """Private copies in host memory. Buffers are kept between saves: fresh pages cost five times the copy."""
         copies, devices = {}, set()
         for name, (place, shape, values) in owned.items():
             copy = self._copies.get(name)
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
-                copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                copy = _host_copy(values)
             copies[name] = copy.copy_(values, non_blocking=values.is_cuda)
             devices.add(values.device)
             owned[name] = (place, shape, copy)
@@ -191,6 +212,10 @@ class Checkpointer:
             if isinstance(error, agree.AgreedError):
                 raise _explain(error, manifest.step, self.folder) from error
             raise
+
+
+def _host_copy(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
 
 
 def _refuse_full_disk(folder: Path, step: int, entries: dict[str, TensorEntry]) -> None:

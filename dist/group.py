@@ -43,9 +43,8 @@ def process_group(device: torch.device, timeout_seconds: float) -> Iterator[None
         backend = "cpu:gloo,cuda:nccl"
     timeout = timedelta(seconds=timeout_seconds)
     if env.world_size() == 1 and not env.under_torchrun():
-        torch.distributed.init_process_group(
-            backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         torch.distributed.init_process_group(backend, timeout=timeout)
     watch = agree.FailureWatch() if env.world_size() > 1 else None

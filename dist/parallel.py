@@ -48,7 +48,7 @@ def apply_parallel(
         policy = FullAC if activation_checkpoint == "full" else SelectiveAC
         policy.Config().build(dump_folder="").apply(model)
     if compile_blocks:
-        for block in model.layers.values():  # type: ignore[union-attr, operator]
+        for block in model.layers.values():  # type: ignore[operator]
             block.compile(fullgraph=True)
     if mesh.size() == 1 and compute_dtype == torch.float32:
         return

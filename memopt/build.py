@@ -29,12 +29,12 @@ def build_optimizer(config: OptimizerConfig, named_parameters: Mapping[str, Tens
     match config:
         case AdamWConfig():
             options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "fused": True}
-            names, counts = ("exp_avg", "exp_avg_sq"), True
-            return ShardedOptimizer(groups, torch.optim.AdamW, state_names=names, counts_steps=counts, options=options)
+            moments = ("exp_avg", "exp_avg_sq")
+            return ShardedOptimizer(groups, torch.optim.AdamW, state_names=moments, counts_steps=True, options=options)
         case SGDConfig():
             options = {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov}
-            names = ("momentum_buffer",) if config.momentum else ()
-            return ShardedOptimizer(groups, torch.optim.SGD, state_names=names, counts_steps=False, options=options)
+            buffers = ("momentum_buffer",) if config.momentum else ()
+            return ShardedOptimizer(groups, torch.optim.SGD, state_names=buffers, counts_steps=False, options=options)
     raise AssertionError(f"no optimizer is built for {type(config).__name__}")
 
 

@@ -107,12 +107,12 @@ def _gather_bucket(parameters: Sequence[Tensor]) -> None:
     # every owner sends the same number of rows of each parameter; the last owners of uneven ones send padding
     widths = [_rows_per_owner(len(rows), copies) * rows[:1].numel() for rows in map(local_rows, parameters)]
     send = local_rows(parameters[0]).new_zeros(sum(widths))
-    for parameter, part in zip(parameters, send.split(widths), strict=True):
+    for parameter, part in zip(parameters, torch.split(send, widths), strict=True):
         own = owned_rows(parameter)
         part[: own.numel()].copy_(own.reshape(-1))
     received = send.new_empty(copies * send.numel())
     torch.distributed.all_gather_into_tensor(received, send, group=group)
-    for parameter, part in zip(parameters, received.view(copies, -1).split(widths, dim=1), strict=True):
+    for parameter, part in zip(parameters, torch.split(received.view(copies, -1), widths, dim=1), strict=True):
         rows = local_rows(parameter)
         rows.copy_(part.reshape(-1)[: rows.numel()].view_as(rows))
 

@@ -16,7 +16,10 @@ from memopt import layout
 class StateOptimizer(Protocol):
     """What the trainer asks of an optimizer."""
 
-    param_groups: list[dict[str, Any]]
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups in torch's form: ``params``, ``lr``, ``weight_decay``, ..."""
+        ...
 
     def step(self) -> None:
         """Update the parameters from their gradients. May be collective."""

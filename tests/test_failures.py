@@ -137,9 +137,7 @@ def test_an_error_on_one_rank_ends_all_and_is_told_once(
 
 
 @pytest.mark.parametrize("death, status", [("exit 0", 0), ("exit 3", 3), ("kill", -9)])
-def test_a_rank_that_vanishes_ends_all_and_nothing_saved_is_lost(
-    death: str, status: int, tokens: Path, tmp_path: Path
-):
+def test_a_rank_that_vanishes_ends_all_and_nothing_saved_is_lost(death: str, status: int, tokens: Path, tmp_path: Path):
     arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "checkpoint.interval=2"]
     ended = fork_train(2, [*arguments, "train.steps=1000"], lambda: break_last_rank(death))
     assert ended.statuses == [1, status], ended.errors

@@ -4,6 +4,7 @@ Background: a resume that repeats or skips a batch, restores moments of another 
 old value win over a new one trains on happily. The unbroken run is the reference.
 """
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -105,15 +106,11 @@ def test_finished_is_finished_and_more_steps_are_only_the_difference(tokens: Pat
 
 
 def test_refuses_other_data(tokens: Path, tmp_path: Path):
-    import shutil
-
     other = tmp_path / "other"
     shutil.copytree(tokens, other)
     train_ranks(1, tokens, *SAVING, "train.stop_after=3", f"run.dir={tmp_path / 'run'}")
     # the same tokens elsewhere are the same data
     train_ranks(1, other, *SAVING, "train.stop_after=4", f"run.dir={tmp_path / 'run'}")
-    from tests.tiny import prepare_tokens, write_corpus  # noqa: F401
-
+    two = f"data.sources=[{{path: {tokens}, weight: 1}}, {{path: {other}, weight: 1}}]"
     with pytest.raises(Exception, match="trained on other data"):
-        longer = [*SAVING, f"data.sources=[{{path: {tokens}, weight: 1}}, {{path: {other}, weight: 1}}]", "data.path=null"]
-        train_ranks(1, tokens, *longer, f"run.dir={tmp_path / 'run'}")
+        train_ranks(1, tokens, *SAVING, two, "data.path=null", f"run.dir={tmp_path / 'run'}")

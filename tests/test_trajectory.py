@@ -64,7 +64,9 @@ def test_sgd_shows_the_scale_of_the_gradient(tokens: Path, tmp_path: Path):
     settings = ["optimizer=sgd", "optimizer.lr=0.5", "train.max_norm=0", "microbatch=2", *UNEVEN]
     expected = train_ranks(1, tokens, *settings, f"run.dir={tmp_path / '1'}")[0]
     for world_size, mode in ((2, "fsdp"), (2, "ddp"), (3, "fsdp"), (4, "ddp")):
-        result = train_ranks(world_size, tokens, *settings, f"parallel={mode}", f"run.dir={tmp_path / mode}{world_size}")
+        result = train_ranks(
+            world_size, tokens, *settings, f"parallel={mode}", f"run.dir={tmp_path / mode}{world_size}"
+        )
         torch.testing.assert_close(losses(result[0]), losses(expected), rtol=1e-5, atol=0)
         for name, tensor in expected["tensors"].items():
             torch.testing.assert_close(result[0]["tensors"][name], tensor, rtol=1e-4, atol=1e-6)

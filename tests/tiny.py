@@ -1,7 +1,7 @@
 """A model small enough to train on four processes in a second, its data, and ways to run ``train.py`` on it.
 
-Runs are deterministic, which also makes torch fill new memory with NaN: a read of uninitialised memory shows. UNEVEN has a vocabulary of 291 and widths that 2, 3 and 4 ranks do not divide, so that shards differ and the last
-ranks of a short parameter hold nothing.
+Runs are deterministic, which also makes torch fill new memory with NaN: a read of uninitialised memory shows. UNEVEN
+has widths that 2, 3 and 4 ranks do not divide, so that shards differ.
 """
 
 import json
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import train  # here, not in the ranks: forked processes share what is imported
 from conf import compose
 from conf.command import read_command_line
-from dist.reduce import local
 from dist.run_folder import agree_run_folder
 from tests.spawn import run_ranks
 
@@ -84,9 +84,12 @@ def train_here(world_size: int, tokens: str, overrides: tuple[str, ...], hook: A
     result["outcome"] = train.train(run)
     train.finish(run, result["outcome"])
     tensors = train.tensors_of(run.model, run.optimizer)
-    full = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in tensors.items()}
-    result["tensors"] = {name: local(tensor).clone() for name, tensor in full.items()}
+    result["tensors"] = {name: _whole(tensor).clone() for name, tensor in tensors.items()}
     return result
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _spy(run: Any, result: dict[str, Any]) -> None:

@@ -114,7 +114,11 @@ def test_refused_with_value_rule_and_fix(overrides: list[str], message: str):
     "overrides, world_size, message",
     [
         (["train.global_batch=16"], 3, r"not a multiple of 3 data-parallel ranks. Set it to 15 or 18"),
-        (["parallel=hsdp", "parallel.shard=3"], 4, r"does not divide the 4 ranks of this run. Set it to one of 1, 2, 4"),
+        (
+            ["parallel=hsdp", "parallel.shard=3"],
+            4,
+            r"does not divide the 4 ranks of this run. Set it to one of 1, 2, 4",
+        ),
     ],
 )
 def test_refused_for_this_number_of_processes(overrides: list[str], world_size: int, message: str):

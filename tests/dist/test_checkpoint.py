@@ -290,3 +290,21 @@ def test_a_save_that_would_lose_something_is_refused_on_all_ranks(tmp_path: Path
     }
     for name, expected in words.items():
         assert expected in first[name], (name, first[name])
+
+
+def reserve_then_save(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
+    """Whether the save copied into the memory that was reserved, and the names that did not come back exactly."""
+    saver = Checkpointer(Path(folder), async_save=True)
+    saver.reserve(build("fsdp", fill=0))
+    saver.wait()
+    reserved = {name: copy.data_ptr() for name, copy in saver._copies.items()}
+    saver.save(1, build("fsdp"), {})
+    used = reserved != {} and {name: copy.data_ptr() for name, copy in saver._copies.items()} == reserved
+    saver.close()
+    state = build("fsdp", fill=9)
+    saver.load(1, state)
+    return used, differing(state, build("fsdp"))
+
+
+def test_the_first_save_copies_into_what_was_reserved(tmp_path: Path):
+    assert run_ranks(2, reserve_then_save, str(tmp_path)) == [(True, [])] * 2

@@ -11,7 +11,7 @@ import torch.distributed
 import yaml
 
 from conf.compose import to_yaml as resolved
-from conf.schema import AdamWConfig, Config, ConfigError, ModelConfig, RunConfig, SGDConfig, TrainConfig
+from conf.schema import AdamWConfig, Config, ModelConfig, RunConfig, SGDConfig, TrainConfig
 from dist import run_folder
 from tests.dist.states import Warnings, attempt
 from tests.spawn import run_ranks
