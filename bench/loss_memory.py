@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from bench.machine import write_result
 from models.loss import summed_cross_entropy
 
 SHAPES = ("256x4096", "512x32000", "768x50257")
@@ -97,8 +98,10 @@ def measure_times(runs: dict[str, Callable[[], None]], repeats: int, device: tor
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def compare(shape: str, tokens: int, chunk: int, repeats: int, dtype: torch.dtype, device: torch.device) -> Table:
-    """One table: every contestant at one shape ``<dim>x<vocabulary>``."""
+def compare(
+    shape: str, tokens: int, chunk: int, repeats: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Table, dict[str, dict[str, float]]]:
+    """Every contestant at one shape ``<dim>x<vocabulary>``: the table, and peak bytes and seconds by name."""
     dim, vocab = (int(part) for part in shape.split("x"))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, dim, generator=generator).to(device, dtype).requires_grad_()
@@ -132,11 +135,11 @@ def compare(shape: str, tokens: int, chunk: int, repeats: int, dtype: torch.dtyp
             f"{seconds[name]:.3f}",
             f"{seconds[name] / seconds[baseline]:.2f}",
         )
-    return table
+    return table, {name: {"peak_bytes": peaks[name], "seconds": seconds[name]} for name in runs}
 
 
 def main() -> None:
-    """Print one table per shape."""
+    """Print one table per shape, write ``bench/results/loss_memory.json``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a microbatch")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens whose logits are held (train.loss_chunk)")
@@ -147,9 +150,13 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     console = Console(width=100)
+    dtype = getattr(torch, arguments.dtype)
+    results = {}
     for shape in arguments.shapes:
-        dtype = getattr(torch, arguments.dtype)
-        console.print(compare(shape, arguments.tokens, arguments.chunk, arguments.repeats, dtype, device))
+        table, results[shape] = compare(shape, arguments.tokens, arguments.chunk, arguments.repeats, dtype, device)
+        console.print(table)
+    setting = {"tokens": arguments.tokens, "dtype": arguments.dtype, "device": device.type, "threads": 1}
+    write_result("loss_memory", {**setting, "shapes": results})
 
 
 if __name__ == "__main__":

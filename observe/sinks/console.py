@@ -78,8 +78,10 @@ class ConsoleSink:
         self._line(f"{place}{record['kind']}: " + ", ".join(f"{key} {value}" for key, value in told.items()))
 
     def finish(self, summary: Record) -> None:
-        """The last rows stay; the entry point says how the run ended."""
+        """The last rows stay, and below them how the run ended."""
         self._stop()
+        for line in ending(summary):
+            self._line(line)
 
     def close(self) -> None:
         self._stop()
@@ -111,6 +113,22 @@ class ConsoleSink:
 
     def _line(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
+
+
+def ending(summary: Record) -> list[str]:
+    """How a run ended, what it reached, its text sample and where everything is."""
+    figures = (
+        f"{summary.get('status')} after step {summary.get('steps')}",
+        f"loss {number(summary.get('loss'), '.4f')}",
+        f"held-out loss {number(summary.get('val_loss'), '.4f')}",
+        f"{number(summary.get('tokens_per_second'), ',.0f')} tokens/s (median)",
+    )
+    lines = ["", " · ".join(figures)]
+    if summary.get("sample"):
+        lines += ["text sample, after a held-out prompt:", *(f"    {line}" for line in summary["sample"].splitlines())]
+    if "folder" in summary:
+        lines.append(f"run folder {summary['folder']} (loss.png, summary.json, metrics.jsonl, checkpoints)")
+    return lines
 
 
 def header_line(header: Record) -> str:

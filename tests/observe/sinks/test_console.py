@@ -49,13 +49,14 @@ def test_without_a_terminal_one_line_per_record():
     sink.step(RECORD)
     sink.evaluation(7, {"val_loss": 3.5})
     sink.event({"time": "t", "kind": "checkpoint", "step": 7, "seconds": 2})
-    sink.finish({})
+    sink.finish({"status": "done", "steps": 7, "loss": 3.1416, "val_loss": None, "sample": "a\nb", "folder": "/runs/x"})
     sink.close()
     lines = stream.getvalue().splitlines()
-    assert len(lines) == 4
     assert lines[1].startswith("step 7 loss 3.1416")
     assert lines[2] == "step 7 val_loss 3.5000"
     assert lines[3] == "step 7 checkpoint: seconds 2"
+    assert lines[5].startswith("done after step 7 · loss 3.1416 · held-out loss n/a")
+    assert lines[7:9] == ["    a", "    b"] and lines[9].startswith("run folder /runs/x")
     assert "\x1b" not in stream.getvalue()
 
 
