@@ -105,6 +105,8 @@ def main(config: Config) -> int:
 def build_run(config: Config, folder: Path, device: torch.device) -> Run:
     """Everything that a run needs, resumed from the newest checkpoint of ``folder`` if there is one."""
     rank, world_size, settings = env.rank(), env.world_size(), config.train
+    if settings.deterministic:
+        env.ask_deterministic_cublas()
     torch.use_deterministic_algorithms(settings.deterministic)
     data = agree.together(
         lambda: open_data(config.data, settings.seq_len, config.model.vocab_size, settings.seed), "opening the data"
@@ -176,7 +178,7 @@ def train_step(run: Run) -> dict[str, Any]:
     with meter.phase("data"):
         batch = next(run.loader)
         microbatches = split(batch, run.accumulation, run.device)
-        count = global_token_count(batch.labels.to(run.device))
+        count = global_token_count([labels for _, labels, _ in microbatches])
     summed = torch.zeros((), dtype=torch.float64, device=run.device)
     every = parallel.reduces_every_microbatch(config.parallel)
     for index, (tokens, labels, positions) in enumerate(microbatches):

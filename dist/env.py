@@ -1,4 +1,4 @@
-"""What the launcher says about this process. The only place that reads its environment variables; imports no torch."""
+"""What the launcher says about this process. The only place that touches environment variables; imports no torch."""
 
 import os
 
@@ -21,3 +21,8 @@ def local_rank() -> int:
 def under_torchrun() -> bool:
     """Whether torchrun watches this process (it reports any non-zero exit as a failure)."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def ask_deterministic_cublas() -> None:
+    """Let cuBLAS give the same bits every time. It reads this variable when CUDA starts: call it before."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
