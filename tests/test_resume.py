@@ -13,7 +13,8 @@ import torch
 from tests.test_trajectory import GPT2, assert_same_trajectory
 from tests.tiny import UNEVEN, losses, read_lines, train_ranks
 
-SAVING = ["train.steps=8", "checkpoint.interval=3", *UNEVEN]
+# evaluating in the step that is saved: an evaluation must leave the parameters as a checkpoint wants them
+SAVING = ["train.steps=8", "checkpoint.interval=3", "train.eval_interval=3", "train.eval_tokens=200", *UNEVEN]
 
 
 def ids(results: list[dict]) -> list[list[int]]:
@@ -70,25 +71,32 @@ def test_dropout_draws_what_the_unbroken_run_drew(tokens: Path, tmp_path: Path):
 def test_other_batch_size_goes_on_at_the_next_sample(tokens: Path, tmp_path: Path):
     folder = f"run.dir={tmp_path}"
     first = train_ranks(2, tokens, *SAVING, "train.stop_after=5", folder)
-    second = train_ranks(1, tokens, *SAVING, "train.global_batch=6", folder)
-    seen = sum(ids(first) + ids(second), [])
+    second = train_ranks(1, tokens, *SAVING, "train.global_batch=6", "train.stop_after=6", folder)
+    third = train_ranks(1, tokens, *SAVING, "train.global_batch=6", folder)
+    seen = sum(ids(first) + ids(second) + ids(third), [])
     one = train_ranks(1, tokens, *SAVING, "train.global_batch=6", f"run.dir={tmp_path / 'one'}", "train.steps=13")
     assert seen == sum(ids(one), [])
-    assert second[0]["records"][-1]["tokens"] == (5 * 12 + 3 * 6) * 32
+    assert third[0]["records"][-1]["tokens"] == (5 * 12 + 3 * 6) * 32
 
 
 def test_new_learning_rate_wins_from_the_first_resumed_step(tokens: Path, tmp_path: Path):
     folder = f"run.dir={tmp_path}"
     train_ranks(1, tokens, *SAVING, "train.stop_after=3", "schedule.kind=constant", folder)
-    changed = ["schedule.kind=constant", "optimizer.lr=0.0123", "optimizer.weight_decay=0.5"]
-    groups = []
 
-    def note_groups(run):
+    def check_groups(run):
         step = run.optimizer.step
-        run.optimizer.step = lambda: (groups.append([dict(g, params=None) for g in run.optimizer.param_groups]), step())
-        run.note = groups
 
-    second = train_ranks(1, tokens, *SAVING, *changed, folder, hook=note_groups)[0]
+        def checked():
+            assert [(group["lr"], group["weight_decay"]) for group in run.optimizer.param_groups] == [
+                (0.0123, 0.5),
+                (0.0123, 0.0),
+            ]
+            step()
+
+        run.optimizer.step = checked
+
+    changed = ["schedule.kind=constant", "optimizer.lr=0.0123", "optimizer.weight_decay=0.5"]
+    second = train_ranks(1, tokens, *SAVING, *changed, folder, hook=check_groups)[0]
     assert [record["lr"] for record in second["records"]] == [0.0123] * 5
     start = [event for event in read_lines(tmp_path / "events.jsonl") if event["kind"] == "start"][-1]
     assert start["changed"]["optimizer.lr"] == [0.001, 0.0123]

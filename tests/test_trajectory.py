@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.tiny import UNEVEN, losses, train_ranks
+import train
+from conf.compose import load_config
+from data.loader import open_data
+from tests.spawn import run_ranks
+from tests.tiny import TINY, UNEVEN, losses, train_ranks
 
 STEPS = 50
 # world size, overrides
@@ -59,6 +64,35 @@ def test_every_layout_follows_one_process(world_size: int, overrides: list[str],
     # rank r takes rows r*B to (r+1)*B of every global batch
     ids = [sum((result["ids"][step] for result in results), []) for step in range(STEPS)]
     assert ids == expected["ids"]
+
+
+def written_out(rank: int, world_size: int, tokens: str) -> list[float]:
+    """The losses of TINY by a loop in plain torch: whole batch, whole logits, torch's AdamW."""
+    config = load_config([*TINY, "data=tokens", f"data.path={tokens}"])
+    data = open_data(config.data, config.train.seq_len, config.model.vocab_size, config.train.seed)
+    model = train.build_sharded_model(config, torch.device("cpu"))
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    losses = []
+    for step, factor in enumerate((0.5, 1.0, 0.868198, 0.55, 0.231802, 0.1)):
+        batch = torch.from_numpy(data.train.gather(data.train.order.sample_ids(step * 12, 12)))
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * factor
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_one_process_follows_a_loop_that_is_written_out(tokens: Path, tmp_path: Path):
+    (expected,) = run_ranks(1, written_out, str(tokens))
+    result = train_ranks(1, tokens, "microbatch=5", f"run.dir={tmp_path}")[0]
+    torch.testing.assert_close(losses(result), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 def test_sgd_shows_the_scale_of_the_gradient(tokens: Path, tmp_path: Path):
