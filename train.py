@@ -31,8 +31,8 @@ from torch import Tensor
 
 from conf import compose, rules
 from conf.schema import Config, ConfigError
-from data.loader import IGNORE, Data, Loader, eval_batches, identity_changes, open_data
-from data.samples import Batch
+from data.loader import Data, Loader, eval_batches, identity_changes, open_data
+from data.samples import IGNORE, Batch
 from dist import agree, parallel
 from dist.checkpoint import Checkpointer
 from dist.ending import fail
@@ -51,6 +51,7 @@ from observe.memory import memory_usage
 from observe.meter import StepMeter
 from observe.observer import Observer, build_observer
 from observe.profiler import Profiler, build_profiler
+from observe.summary import read_outcome
 
 PREEMPTED_STATUS = 75
 PROMPT_TOKENS = 16
@@ -335,8 +336,15 @@ def finish(run: Run, outcome: str) -> None:
     run.loader.close()
     run.profiler.close()
     run.checkpointer.close()
-    if run.step > run.start or not agree.on_first((run.folder / "summary.json").exists, "looking for summary.json"):
+    told = agree.on_first(lambda: read_outcome(run.folder), "reading summary.json")
+    if run.step > run.start or told != outcome:
         run.observer.finish(summarise(run, outcome))
+    else:
+        settings = run.config.train
+        limits = {"train.steps": settings.steps, "train.stop_after": settings.stop_after}
+        run.observer.event(
+            "nothing to do", run.step, **{key: value for key, value in limits.items() if value is not None}
+        )
     run.observer.close()
     if env.rank() == 0:
         write_status(run.folder, outcome, step=run.step)
@@ -348,9 +356,10 @@ def summarise(run: Run, outcome: str) -> dict[str, Any]:
     text = None
     if outcome == "done" and run.config.run.sample_tokens:
         prompt = next(eval_batches(run.data.val or run.data.train, 1, 0, 1)).tokens[0, :PROMPT_TOKENS].tolist()
+        tokenizer, count, seed = run.data.tokenizer, run.config.run.sample_tokens, run.config.train.seed
         with parallel.evaluation(run.model):
-            continuation = sample(run.model, prompt, run.config.run.sample_tokens, seed=run.config.train.seed)
-        text = run.data.tokenizer.decode([*prompt, *continuation])
+            continuation = sample(run.model, prompt, count, seed=seed, vocab_size=tokenizer.vocab_size)
+        text = tokenizer.decode([*prompt, *continuation])
     return {
         "status": outcome,
         "steps": run.step,

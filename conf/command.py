@@ -3,6 +3,7 @@
 Nothing here or below imports torch, so that ``--help`` and a wrong key answer at once.
 """
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -40,7 +41,11 @@ def leave_with(error: ConfigError, rank: int) -> NoReturn:
 
 def _leave(text: str, rank: int, status: int) -> NoReturn:
     if rank == 0:
-        print(text, file=sys.stderr if status else sys.stdout, flush=True)
+        try:
+            print(text, file=sys.stderr if status else sys.stdout, flush=True)
+        except BrokenPipeError:
+            # `--help | head`: the reader has what it wants, and the exit must not flush into the closed pipe again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     elif status:
         time.sleep(QUIET_RANK_SECONDS)
     raise SystemExit(status)

@@ -19,6 +19,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
@@ -84,15 +85,19 @@ def flatten(config: typing.Any, prefix: str = "") -> dict[str, object]:
 
 
 def help_text(command: str) -> str:
-    """Usage, the choices of each group, and every key with its default and documentation."""
+    """Usage, the choices of each group, and every key with its documentation and its value where nothing is set."""
     lines = [f"usage: {command} [key=value | group=choice ...]", "       --help | --print-config", "", "Groups:"]
     for group in GROUPS:
         choices = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
         lines += textwrap.wrap(f"  {group} = {' | '.join(choices)}", 118, subsequent_indent="      ")
-    lines += ["", "Keys:"]
+    lines += ["", "Keys (defaults are those of a run that sets nothing; another choice of a group has its own, which"]
+    lines += ["--print-config shows):"]
     documentation = _field_docs()
+    # a YAML of a group wins over the default of its class
+    values = flatten(OmegaConf.to_object(_compose([])))
     for key, owner, item in _keys(Config):
-        lines += [f"  {key} ({_type_name(item.type)}, default {_default_text(item)})"]
+        default = _text(values[key]) if key in values else _default_text(item)
+        lines += [f"  {key} ({_type_name(item.type)}, default {default})"]
         lines += textwrap.wrap(
             documentation[owner, item.name], 112, initial_indent="      ", subsequent_indent="      "
         )
@@ -111,6 +116,10 @@ def _compose(overrides: list[str]) -> DictConfig:
             return compose("config", overrides=overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(error)) from None
+    except yaml.YAMLError as error:
+        where = f"{error.problem_mark}".strip() if isinstance(error, yaml.MarkedYAMLError) else f"a YAML of {FOLDER}"
+        what = error.problem if isinstance(error, yaml.MarkedYAMLError) else _first_line(error)
+        raise ConfigError(f"this is not valid YAML: {what} ({where}). Correct that file.") from None
 
 
 def _literal(text: str) -> str:
@@ -118,21 +127,23 @@ def _literal(text: str) -> str:
     if text.startswith("-"):
         raise ConfigError(
             f"{text} is not an option. Settings are key=value; --help lists them. "
-            "For a sweep, start one command per setting (slurm/bench.sbatch does)."
+            "For a sweep, start one command per setting."
         )
     key, equals, value = text.partition("=")
     if text[:1] == "~":
         raise ConfigError(f"{text}: keys cannot be removed. Set another value instead: {text[1:]}=<value>.")
-    if not equals:
+    if not equals or not key:
         raise ConfigError(f"{text!r} is not a setting. Write key=value or group=choice; --help lists them.")
     if key[:1] == "+":
         raise ConfigError(f"{text}: keys cannot be added. Write {key.lstrip('+')}=<value> without the sign.")
     if key == "hydra" or key.startswith("hydra."):
         raise ConfigError(f"{text}: Hydra's own settings have no effect here. Leave it out; run.dir sets the folder.")
     group = key.partition("/")[0].partition("@")[0]
-    if key in GROUPS and value and not (FOLDER / key / f"{value}.yaml").is_file() and value != "null":
-        choices = ", ".join(sorted(path.stem for path in (FOLDER / key).glob("*.yaml")))
-        raise ConfigError(f"{text}: there is no such {key}. Choose one of {choices}.")
+    # a mapping (data={dir: x}) sets keys of the section
+    if key in GROUPS and value[:1] != "{":
+        choices = sorted(path.stem for path in (FOLDER / key).glob("*.yaml"))
+        if value not in choices:
+            raise ConfigError(f"{text}: there is no such {key}. Choose one of {', '.join(choices)}, or leave it out.")
     if group != key and group in GROUPS:
         raise ConfigError(f"{text} is not a setting. Choose a group with {group}=<choice>.")
     if _is_text(key) and value[:1] not in ("'", '"') and "${" not in value and value != "null":
@@ -186,9 +197,14 @@ def _type_name(kind: typing.Any) -> str:
 
 def _default_text(item: dataclasses.Field[typing.Any]) -> str:
     if item.default is not dataclasses.MISSING:
-        return "null" if item.default is None else str(item.default)
+        return _text(item.default)
     assert item.default_factory is not dataclasses.MISSING
-    return str(item.default_factory())
+    return _text(item.default_factory())
+
+
+def _text(value: object) -> str:
+    """A value as a command line takes it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _resolve_paths(config: Config) -> None:
@@ -205,13 +221,26 @@ def _explain(error: Exception) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    # of a fault in a YAML file, Hydra names the file first and the fault after it
+    file = re.match(r"In '(.*)': \w+ raised while composing config:", lines[0])
+    if file and len(lines) > 1:
+        return f"{FOLDER.name}/{file[1]}.yaml: {_explain_lines(lines[1:], lines[1])}"
+    return _explain_lines(lines, _first_line(error))
+
+
+def _explain_lines(lines: list[str], otherwise: str) -> str:
+    """``otherwise`` is the message where the ``lines`` of an error say nothing that is known here."""
     key = next((line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")), "")
     keys = {name: item for name, _, item in _keys(Config)}
     if "not in" in lines[0] or "not found" in lines[0]:
+        if key in keys and f"'{key}'" in lines[0]:
+            return f"{key} is written as one name. In a YAML file, put the last part under its section."
         if key in keys:
             section = key.partition(".")[0]
             return f"{key}: there is no such key here; the chosen {section} does not read it. Leave it out."
-        close = difflib.get_close_matches(key, keys, 3, 0.5)
+        # lr for optimizer.lr is too short to look alike
+        same = [name for name in keys if name.rpartition(".")[2] == key.rpartition(".")[2]]
+        close = same or difflib.get_close_matches(key, keys, 3, 0.5)
         hint = f"Did you mean {', '.join(close)}?" if close else "--help lists the keys."
         return f"{key or lines[0]}: there is no such key here. {hint}"
     value = re.match(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", lines[0])
@@ -220,9 +249,14 @@ def _explain(error: Exception) -> str:
         return f"{key}={value[1]} must be {wanted}. Set for example {key}={_default_text(keys[key])}."
     if key in keys and "ListConfig" in lines[0]:
         return f"{key} must be a list. Set for example {key}={_default_text(keys[key])}."
-    if "Invalid type assigned" in lines[0]:
+    if "is not Optional" in lines[0] or "Incompatible value 'None'" in lines[0]:
+        default = f" Set for example {key}={_default_text(keys[key])}." if key in keys else ""
+        return f"{key} cannot be null.{default or ' Leave it out.'}"
+    if merged := re.match(r"Merge error: \w+ is not a subclass of (\w+)Config", lines[0]):
+        key = key or merged[1].lower()
+    if "Invalid type assigned" in lines[0] or merged:
         return f"{key} is a section, not a value. Set one of its keys: {key}.<key>=<value>; --help lists them."
-    return f"{key}: {lines[0]}" if key else _first_line(error)
+    return f"{key}: {lines[0]}" if key else otherwise
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,6 +31,11 @@ def _above(key: str, value: float, low: float) -> None:
         raise ConfigError(f"{key}={value} must be a number > {low:g}. Set {key} to a value above {low:g}.")
 
 
+def _at_most(key: str, value: float, high: int) -> None:
+    if value > high:
+        raise ConfigError(f"{key}={value} must be a number <= {high}. Set {key} to {high} or less.")
+
+
 def _share(key: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise ConfigError(f"{key}={value} must lie between 0 and 1. Set {key} to a share such as 0.1.")
@@ -43,8 +48,9 @@ class RunConfig:
     name: str = "run"
     """Name of the run: part of the default folder, and the W&B run name."""
     dir: str | None = None
-    """Run folder. Relative paths count from where the command was started. Default ``outputs/<date>-<name>``,
-    decided once for all ranks. A folder that holds a run of this configuration is resumed."""
+    """Run folder. Relative paths count from where the command was started. Default
+    ``outputs/<date>-<time>-<name>``, decided once for all ranks. A folder that holds a run of this configuration is
+    resumed."""
     device: str = "auto"
     """``cpu``, ``cuda`` or ``auto`` (cuda where there is a GPU)."""
     sample_tokens: int = 96
@@ -228,6 +234,8 @@ class TrainConfig:
             _at_least(f"train.{key}", getattr(self, key), 1)
         for key in ("seed", "max_norm", "eval_interval", "max_skips"):
             _at_least(f"train.{key}", getattr(self, key), 0)
+        # what a generator of torch takes
+        _at_most("train.seed", self.seed, 2**63 - 1)
         _at_least("train.stop_after", self.stop_after, 1)
         _at_least("train.eval_tokens", self.eval_tokens, 1)
         _choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
@@ -262,6 +270,8 @@ class ParallelConfig:
         _choice("parallel.reduce", self.reduce, ("auto", "every", "last"))
         _at_least("parallel.shard", self.shard, 1)
         _above("parallel.timeout_seconds", self.timeout_seconds, 0)
+        # three years; some clocks count nanoseconds in 64 bits
+        _at_most("parallel.timeout_seconds", self.timeout_seconds, 10**8)
 
 
 @dataclass
@@ -314,7 +324,8 @@ class DataConfig:
     workers: int | None = None
     """Processes of ``data.prepare``; null takes one per core."""
     document_mask: bool = False
-    """Attend within documents only. Needs flex attention: llama3 on CUDA."""
+    """Attend within documents only, and let no document predict the first token of the next. Needs flex attention:
+    llama3 on CUDA."""
     verify: bool = False
     """Read all tokens once before training and compare their checksums."""
     prefetch: int = 4

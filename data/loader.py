@@ -19,12 +19,10 @@ import torch
 
 from conf.schema import ConfigError, DataConfig
 from data.folder import PreparedFolder, open_folder, prepare_command
-from data.samples import Batch, TokenDataset
+from data.samples import IGNORE, Batch, TokenDataset
 from data.shards import check_ids
 from data.tokenizer import Tokenizer
 
-IGNORE = -100
-"""Label that the loss leaves out."""
 # ids of this many samples are computed at a time: a permutation costs the same for 1 id and for a few hundred
 ORDER_CHUNK = 4096
 # how long the consumer waits before it looks whether the reading thread is still there
@@ -88,8 +86,9 @@ class Loader:
 
     ``start_sample`` is the global position in samples; any integer continues the stream there. ``prefetch`` batches
     are read ahead; ``pin`` puts them into pinned memory (needs CUDA). ``wait_seconds`` is how long the last ``next()``
-    waited for the thread. An error of the thread is raised by ``next()`` as RuntimeError, with its cause; after
-    ``close()`` or an error there are no more batches. ConfigError: ``world_size`` does not divide ``global_batch``.
+    waited for the thread. An error of the thread is raised by ``next()``: a ConfigError (damaged data) as it is,
+    another as RuntimeError with its cause; after ``close()`` or an error there are no more batches. ConfigError:
+    ``world_size`` does not divide ``global_batch``.
     """
 
     def __init__(
@@ -129,6 +128,9 @@ class Loader:
         self.wait_seconds = time.perf_counter() - begin
         if isinstance(item, BaseException):
             self.close()
+            if isinstance(item, ConfigError):
+                # damaged data, which the user can mend: the message stands alone
+                raise item
             raise RuntimeError(f"the data loader stopped: {item}") from item
         return item
 
@@ -209,7 +211,7 @@ def _eval_batch(dataset: TokenDataset, windows: list[tuple[int, int, int]], rows
         tokens[row, :length], labels[row, :length] = window[:-1], window[1:]
         ids[row] = first + row
         if positions is not None:
-            positions[row, :length] = dataset.positions(source, start, length)
+            positions[row, :length] = dataset.mask_documents(source, start, labels[row, :length])
     return Batch(
         torch.from_numpy(tokens),
         torch.from_numpy(labels),

@@ -2,7 +2,8 @@
 
 Decided here: sample i of a source is the ``seq_len + 1`` consecutive tokens from ``i * seq_len`` on in the
 concatenation of its shards, so that every token but a source's first is a label once per epoch (up to an incomplete
-last window). Windows do not stop at documents; ``positions`` say where documents start. The order of samples is
+last window). Windows do not stop at documents; with ``data.document_mask`` positions restart where a document starts,
+and its first token is no label, since nothing in the document before should predict it. The order of samples is
 ``data.order``'s, which rank gets which rows is ``data.loader``'s.
 """
 
@@ -15,6 +16,9 @@ import torch
 
 from data.order import SampleOrder
 from data.shards import TokenFiles, check_ids
+
+IGNORE = -100
+"""Label that the loss leaves out."""
 
 
 @dataclass
@@ -94,6 +98,13 @@ class TokenDataset:
         starts[inside] = inside
         return np.arange(length) - np.maximum.accumulate(starts)
 
+    def mask_documents(self, source: int, start: int, labels: np.ndarray) -> np.ndarray:
+        """Positions (n,) of the ``n`` tokens from ``start`` on; sets ``labels`` (n,) to IGNORE where the next token
+        starts a document: nothing in this one predicts it."""
+        positions = self.positions(source, start, len(labels) + 1)
+        labels[positions[1:] == 0] = IGNORE
+        return positions[:-1]
+
     def batch(self, ids: np.ndarray, index: int, pin: bool = False) -> Batch:
         """The rows of ``ids`` as a ``Batch``; ``pin`` puts the tensors into pinned memory (needs CUDA)."""
         shape = (len(ids), self.seq_len)
@@ -106,7 +117,7 @@ class TokenDataset:
             window = self.sources[source].window(start, self.seq_len + 1)
             into[row], labels_into[row] = window[:-1], window[1:]
             if positions is not None:
-                positions.numpy()[row] = self.positions(source, start, self.seq_len)
+                positions.numpy()[row] = self.mask_documents(source, start, labels_into[row])
         self._check(ids, into)
         self._check(ids, labels_into[:, -1:], self.seq_len)
         return Batch(tokens, labels, np.asarray(ids), index, positions)

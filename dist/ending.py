@@ -4,6 +4,7 @@ It ends without tidying up: collectives, background threads and exit handlers of
 return, and what is on disk is complete at any moment (``dist.checkpoint``).
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -29,18 +30,26 @@ def fail(error: BaseException, folder: Path | None) -> NoReturn:
     # an agreed error is on every rank, and needs no store, which ends with the rank that serves it
     told_here = env.rank() == 0 if isinstance(error, agree.AgreedError) else agree.report_failure(error)
     if told_here:
-        print(f"error: {_describe(error)}", file=sys.stderr, flush=True)
+        _print(f"error: {_describe(error)}")
         if folder is not None:
             outcome = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"
             try:
-                run_folder.write_status(folder, outcome, error=str(error))
+                run_folder.write_status(folder, outcome, error=str(error) or _describe(error))
             except OSError as problem:
-                print(f"error: status.json could not be written: {problem}", file=sys.stderr, flush=True)
+                _print(f"error: status.json could not be written: {problem}")
     else:
         time.sleep(QUIET_RANK_SECONDS)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # either may be closed (None), or a pipe whose reader is gone
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     os._exit(FAILED)
+
+
+def _print(text: str) -> None:
+    # where nobody reads, status.json still has to be written
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _describe(error: BaseException) -> str:

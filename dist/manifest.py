@@ -1,7 +1,7 @@
 """What a checkpoint says about itself, and when it counts as undamaged.
 
 Decided here: the fields of ``manifest.json`` and the format version. A checkpoint is undamaged when every file has
-the size and the SHA-256 that the manifest states. Nothing here is collective.
+the size and the SHA-256 that the manifest states, and the manifest its own. Nothing here is collective.
 """
 
 import hashlib
@@ -67,8 +67,9 @@ class Manifest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write ``manifest`` into the folder ``path``, durable together with the folder's other entries."""
+    fields = asdict(manifest)
     with (path / MANIFEST_NAME).open("w") as stream:
-        json.dump(asdict(manifest), stream, indent=1)
+        json.dump({**fields, "sha256": manifest_digest(fields)}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(path)
@@ -88,6 +89,10 @@ def read_manifest(path: Path) -> Manifest:
         if version not in READABLE_VERSIONS:
             readable = ", ".join(map(str, READABLE_VERSIONS))
             raise DamagedError(f"format version {version} is not one that this program reads ({readable})")
+        stated = fields.pop("sha256", None)
+        # the first checkpoints of this format state none
+        if stated is not None and stated != manifest_digest(fields):
+            raise DamagedError(f"{MANIFEST_NAME} has another checksum than it states")
         return Manifest(
             step=fields["step"],
             world_size=fields["world_size"],
@@ -99,8 +104,13 @@ def read_manifest(path: Path) -> Manifest:
         )
     except FileNotFoundError:
         raise DamagedError(f"it has no {MANIFEST_NAME}: it was never finished") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{MANIFEST_NAME} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def manifest_digest(fields: dict[str, Any]) -> str:
+    """Checksum of the content of a manifest, ``fields`` being all but the checksum itself."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def file_problem(path: Path, entry: FileEntry) -> str | None:

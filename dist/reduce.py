@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def global_token_count(labels: Sequence[Tensor], ignored: int = -100) -> Tensor:
-    """Labels of this step that count, over all ranks: int64 scalar on the device of ``labels``, (rows, seq_len) each."""
+    """Labels of this step that count, over all ranks: int64 scalar on the device of ``labels``, of any shapes."""
     count = torch.stack([(part != ignored).sum() for part in labels]).sum()
     torch.distributed.all_reduce(count)
     return count

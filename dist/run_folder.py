@@ -1,17 +1,21 @@
 """Where a run keeps its files, and whether what is there belongs to it.
 
-Decided here: rank 0 chooses the folder once for all ranks; the first configuration written there stays; a start in a
-folder that exists is refused when the settings that make the run what it is (``IDENTITY``) differ, and otherwise goes
-on with the new values, with every change on record. Also the two small files that other programs read:
-``status.json`` (how the run stands) and ``events.jsonl`` (decisions, one JSON object a line).
+Decided here: rank 0 chooses the folder once for all ranks and keeps it from other runs while its process lives; the
+first configuration written there stays; a start in a folder that exists is refused when the settings that make the run
+what it is (``IDENTITY``) differ, and otherwise goes on with the new values, with every change on record. Also the two
+small files that other programs read: ``status.json`` (how the run stands) and ``events.jsonl`` (decisions, one JSON
+object a line).
 """
 
+import errno
+import fcntl
 import fnmatch
 import json
 import logging
 import math
 import os
 import re
+import socket
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ DEFAULT_PARENT = "outputs"
 CONFIG_NAME = "config.yaml"
 STATUS_NAME = "status.json"
 EVENTS_NAME = "events.jsonl"
+LOCK_NAME = ".lock"
 OUTCOMES = ("running", "done", "preempted", "failed", "oom")
 
 # patterns of the settings that make a run what it is; the data's own identity is compared by content (data.loader)
@@ -39,6 +44,8 @@ NOT_IDENTITY = ("model.name", "model.microbatch")
 # the folder as it was typed may be spelt differently at each start
 NOT_COMPARED = ("run.dir",)
 _ABSENT = "(not there)"
+# folder -> its open lock file: closing it would let another run in
+_held: dict[Path, int] = {}
 
 
 def agree_run_folder(config: Config, resolved: str) -> Path:
@@ -51,7 +58,7 @@ def agree_run_folder(config: Config, resolved: str) -> Path:
 
     Raises:
         ConfigError: (as AgreedConfigError on every rank) the ranks were configured differently, the folder holds
-            another run, or it cannot be written to.
+            another run, a run that is still alive uses it, or it cannot be written to.
     """
     texts = agree.gather(resolved)
     agree.together(lambda: _refuse_different_ranks(texts), "comparing the configuration of the ranks")
@@ -91,11 +98,14 @@ def _open_folder(config: Config, resolved: str) -> Path:
     wanted = config.run.dir or f"{DEFAULT_PARENT}/<date>-<time>-{config.run.name}"
     try:
         folder = _make_explicit(config.run.dir) if config.run.dir else _make_default(config.run.name)
+        _hold(folder)
         if not (folder / CONFIG_NAME).exists():
             _write_whole(folder / CONFIG_NAME, resolved)
             append_event(folder, "start", changed={})
+            _sign(folder)
             return folder
         changed = _compare(folder, resolved)
+        _sign(folder)
         append_event(folder, "start", changed={key: list(values) for key, values in changed.items()})
     except OSError as error:
         raise ConfigError(
@@ -127,6 +137,36 @@ def _make_default(name: str) -> Path:
         except FileExistsError:
             continue
     raise FileExistsError(17, "no free name for the run folder", str(parent / stem))
+
+
+def _hold(folder: Path) -> None:
+    """Keep other runs out of ``folder`` until this process ends, however it ends.
+
+    A POSIX lock: the kernel drops it with the process, children do not inherit it, and NFS has it.
+    """
+    if folder in _held:
+        return
+    file = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            owner = os.pread(file, 256, 0).decode(errors="replace") or "another process"
+            os.close(file)
+            raise ConfigError(
+                f"run.dir={folder} is in use by {owner}: two runs in one folder would spoil each other's files. Wait "
+                "for it or end it, or set another run.dir."
+            ) from None
+        logger.warning("%s cannot be locked (%s); start no second run in it", folder, error.strerror)
+    _held[folder] = file
+
+
+def _sign(folder: Path) -> None:
+    """Say in the lock file and in ``status.json`` that this run has begun; only once the folder is ours."""
+    os.ftruncate(_held[folder], 0)
+    os.pwrite(_held[folder], f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    # a kill leaves this, not the outcome of an earlier start
+    write_status(folder, "running")
 
 
 def _compare(folder: Path, resolved: str) -> dict[str, tuple[Any, Any]]:
@@ -196,11 +236,15 @@ def _json_values(value: Any) -> Any:
 def _write_whole(path: Path, text: str) -> None:
     """Replace ``path`` so that a reader sees the old content or the new one, also after a crash."""
     partial = path.with_name(path.name + ".tmp")
-    with partial.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except OSError as error:
+        # a full disk does not name the file
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _now() -> str:

@@ -53,7 +53,7 @@ def open_partial(partial: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     finish_replacements(folder)
     for path in folder.iterdir():
-        if _PARTIAL_NAME.fullmatch(path.name):
+        if _PARTIAL_NAME.fullmatch(path.name) and path.is_dir():
             shutil.rmtree(path)
     partial.mkdir()
 
@@ -63,7 +63,7 @@ def finish_replacements(folder: Path) -> None:
     if not folder.is_dir():
         return
     for path in folder.iterdir():
-        if _REPLACED_NAME.fullmatch(path.name):
+        if _REPLACED_NAME.fullmatch(path.name) and path.is_dir():
             final = path.with_suffix("")
             if final.exists():
                 shutil.rmtree(path)

@@ -111,7 +111,7 @@ def _gather_bucket(parameters: Sequence[Tensor]) -> None:
         own = owned_rows(parameter)
         part[: own.numel()].copy_(own.reshape(-1))
     received = send.new_empty(copies * send.numel())
-    torch.distributed.all_gather_into_tensor(received, send, group=group)
+    torch.distributed.all_gather_single(received, send, group=group)
     for parameter, part in zip(parameters, torch.split(received.view(copies, -1), widths, dim=1), strict=True):
         rows = local_rows(parameter)
         rows.copy_(part.reshape(-1)[: rows.numel()].view_as(rows))

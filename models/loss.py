@@ -5,8 +5,8 @@ label of ``IGNORE`` does not count, and the loss is computed inside the head's o
 the head (FSDP's gathers, its no-sync flag, a tied weight) sees one ordinary call of one module. The forward pass
 already computes the gradients of hidden states and weight, chunk by chunk; backward only scales them. The head's GEMMs
 are therefore run three times in all, as in a plain linear layer, and never again. ``bench/loss_memory.py`` measures
-what that saves and costs. torch 2.13's own chunked ``linear_cross_entropy`` returns the sum in the type of its input, in bf16
-three digits of a loss; it can take this file's place once it returns fp32.
+what that saves and costs. torch 2.13's own chunked ``linear_cross_entropy`` returns the sum in the type of its input,
+in bf16 three digits of a loss; it can take this file's place once it returns fp32.
 
 Legend: N tokens, D model width, V vocabulary, C tokens of one chunk.
 """

@@ -23,13 +23,15 @@ def sample(
     top_k: int = 50,
     seed: int = 0,
     context: int | None = None,
+    vocab_size: int | None = None,
 ) -> list[int]:
     """``num_tokens`` token ids that continue ``prompt_ids`` (at least one), drawn with ``seed``.
 
     ``temperature`` 0 takes the likeliest token; ``top_k`` 0 draws from all. ``context`` is the number of tokens in
-    view, by default all that the model was built for. A sharded model needs the call on every rank with the same
-    arguments, and gives the same ids on every rank. Every module keeps its training mode, and torch's global random
-    state is not touched. Raises ``ValueError``.
+    view, by default all that the model was built for. Only ids below ``vocab_size`` are drawn, by default all that the
+    head has rows for, which may be more than the tokenizer knows. A sharded model needs the call on every rank with
+    the same arguments, and gives the same ids on every rank. Every module keeps its training mode, and torch's global
+    random state is not touched. Raises ``ValueError``.
     """
     context = model.context if context is None else min(context, model.context)
     if not prompt_ids:
@@ -46,7 +48,7 @@ def sample(
         for _ in range(num_tokens):
             view = torch.tensor([ids[-context:]], device=device)
             positions = torch.arange(view.shape[1], device=device)[None] if model.document_mask else None
-            logits = model(view, positions=positions, last_only=True)[0, -1].float().cpu()
+            logits = model(view, positions=positions, last_only=True)[0, -1, :vocab_size].float().cpu()
             choice = _choose(logits, temperature, top_k, generator).to(device)
             if units:
                 # equal logits are likely, not certain, where kernels differ between devices; a rank that went its

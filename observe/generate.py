@@ -155,7 +155,9 @@ def _sample(config: GenerateConfig, checkpointer: "Checkpointer", step: int, dev
     start = prompt
     if not prompt or settings["data.add_bos"]:
         start = [_first_token(tokenizer), *prompt]
-    drawn = sample(model, start, config.tokens, config.temperature, config.top_k, config.seed)
+    drawn = sample(
+        model, start, config.tokens, config.temperature, config.top_k, config.seed, vocab_size=tokenizer.vocab_size
+    )
     return tokenizer.decode([*prompt, *drawn])
 
 

@@ -105,6 +105,14 @@ def write_summary(path: Path, summary: Record) -> None:
     temporary.replace(path)
 
 
+def read_outcome(folder: Path) -> str | None:
+    """The ``status`` that the ``summary.json`` of a run folder states; None without a readable one."""
+    try:
+        return json.loads((folder / "summary.json").read_text())["status"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 @functools.cache
 def versions() -> dict[str, Any]:
     """Versions of what computes; git revision of this code and whether it was changed since. None where unknown."""

@@ -7,13 +7,17 @@ peers in a collective; a full disk takes the last good checkpoint with it.
 import json
 import math
 import os
+import resource
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import train
+from dist import agree
 from tests.tiny import fork_train, losses, read_lines, run_train, train_ranks
 
 
@@ -119,8 +123,14 @@ def break_now(run, fault: str) -> None:
         run.loader._dataset.batch = broken
     elif fault.startswith("exit"):
         os._exit(int(fault.split()[1]))
+    elif fault == "no reader":
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+        sys.stdout = None
+        raise KeyboardInterrupt
     elif fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "sleep":
+        time.sleep(1000)
 
 
 @pytest.mark.parametrize("processes, layout", [(2, "fsdp"), (3, "ddp"), (4, "fsdp")])
@@ -136,6 +146,14 @@ def test_an_error_on_one_rank_ends_all_and_is_told_once(
     assert json.loads((tmp_path / "status.json").read_text())["outcome"] == "failed"
 
 
+def test_an_error_that_nobody_can_read_ends_the_run_all_the_same(tokens: Path, tmp_path: Path):
+    arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "train.steps=1000", "log.console=false"]
+    ended = fork_train(1, arguments, lambda: break_last_rank("no reader"))
+    assert ended.statuses == [1] and ended.errors == [""]
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["outcome"], status["error"]) == ("failed", "interrupted")
+
+
 @pytest.mark.parametrize("death, status", [("exit 0", 0), ("exit 3", 3), ("kill", -9)])
 def test_a_rank_that_vanishes_ends_all_and_nothing_saved_is_lost(death: str, status: int, tokens: Path, tmp_path: Path):
     arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "checkpoint.interval=2"]
@@ -145,6 +163,50 @@ def test_a_rank_that_vanishes_ends_all_and_nothing_saved_is_lost(death: str, sta
     again = fork_train(2, [*arguments, "train.steps=8"])
     assert again.statuses == [0, 0], again.errors
     assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+
+
+def limit_files_of_last_rank(limit: int) -> None:
+    """From step 3 on, files of the last rank cannot grow beyond ``limit`` bytes: a disk that is full."""
+    build_run = train.build_run
+
+    def build_limited_run(*arguments):
+        run = build_run(*arguments)
+        step = run.observer.step
+
+        def observe(record):
+            step(record)
+            if record["step"] == 3 and int(os.environ["RANK"]) == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+        run.observer.step = observe
+        return run
+
+    train.build_run = build_limited_run
+
+
+def test_a_disk_that_fills_up_ends_all_and_leaves_the_checkpoint_before(tokens: Path, tmp_path: Path):
+    arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "checkpoint.interval=2"]
+    # a save that runs behind the steps could meet the limit in step 2 already
+    ended = fork_train(2, [*arguments, "checkpoint.async_save=false"], lambda: limit_files_of_last_rank(100_000))
+    assert ended.statuses == [1, 1], ended.errors
+    (message,) = ended.messages()
+    assert "step 4 could not be written" in message and "lower checkpoint.keep" in message
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+    assert json.loads((tmp_path / "status.json").read_text())["outcome"] == "failed"
+    assert fork_train(2, arguments).statuses == [0, 0]
+    assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 7))
+
+
+def test_a_rank_that_sleeps_is_not_waited_for(tokens: Path, tmp_path: Path):
+    def fall_asleep() -> None:
+        # the watch that ends the sleeper is patient for the sake of slower networks
+        agree.FailureWatch.__init__.__defaults__ = (0.1, 0.5)
+        break_last_rank("sleep")
+
+    arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "train.steps=1000"]
+    ended = fork_train(2, [*arguments, "parallel.timeout_seconds=3"], fall_asleep)
+    assert ended.statuses == [1, 1], ended.errors
+    assert len(ended.messages()) == 1 and "Timed out waiting 3000ms" in ended.errors[0], ended.errors
 
 
 BAD_INPUT = [

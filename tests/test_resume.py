@@ -4,12 +4,15 @@ Background: a resume that repeats or skips a batch, restores moments of another 
 old value win over a new one trains on happily. The unbroken run is the reference.
 """
 
+import functools
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from observe.sinks.wandb_sink import WandbSink
+from observe.summary import read_outcome
 from tests.test_trajectory import GPT2, assert_same_trajectory
 from tests.tiny import UNEVEN, losses, read_lines, train_ranks
 
@@ -111,6 +114,25 @@ def test_finished_is_finished_and_more_steps_are_only_the_difference(tokens: Pat
         assert (len(result["records"]), result["outcome"]) == (trained, "done")
         if not trained:
             assert (tmp_path / "summary.json").read_text() == summary
+            last = read_lines(tmp_path / "events.jsonl")[-1]
+            assert last["kind"] == "nothing to do" and last["train.steps"] == steps
+
+
+def test_a_preempted_run_whose_goal_is_lowered_is_done(tokens: Path, tmp_path: Path):
+    folder = f"run.dir={tmp_path}"
+    train_ranks(2, tokens, *SAVING, "train.stop_after=4", folder)
+    assert read_outcome(tmp_path) == "preempted"
+    assert train_ranks(2, tokens, *SAVING, "train.steps=4", folder)[0]["records"] == []
+    assert read_outcome(tmp_path) == "done"
+
+
+def test_lines_of_steps_that_are_trained_again_are_set_aside(tokens: Path, tmp_path: Path):
+    settings = ["checkpoint.interval=0", "train.steps=2", f"run.dir={tmp_path}"]
+    train_ranks(1, tokens, *settings)
+    first = read_lines(tmp_path / "metrics.jsonl")
+    train_ranks(1, tokens, *settings)
+    assert read_lines(tmp_path / "metrics.superseded.jsonl") == first
+    assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_refuses_other_data(tokens: Path, tmp_path: Path):
@@ -122,3 +144,65 @@ def test_refuses_other_data(tokens: Path, tmp_path: Path):
     two = f"data.sources=[{{path: {tokens}, weight: 1}}, {{path: {other}, weight: 1}}]"
     with pytest.raises(Exception, match="trained on other data"):
         train_ranks(1, tokens, *SAVING, two, "data.path=null", f"run.dir={tmp_path / 'run'}")
+
+
+def test_a_damaged_newest_checkpoint_takes_the_whole_run_back(tokens: Path, tmp_path: Path):
+    """Weights of one step with the data position or the token count of another skip samples in silence."""
+    folder = f"run.dir={tmp_path}"
+    first = train_ranks(2, tokens, *SAVING, "train.stop_after=5", folder)
+    (tmp_path / "checkpoints" / "step-00000005" / "__0_0.distcp").unlink()
+    again = train_ranks(2, tokens, *SAVING, "train.stop_after=5", folder)
+    assert again[0]["start"] == 3 and ids(again) == ids(first)[3:]
+    assert torch.equal(losses(again[0]), losses(first[0])[3:])
+    assert all(torch.equal(tensor, again[0]["tensors"][name]) for name, tensor in first[0]["tensors"].items())
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [(line["step"], line["tokens"]) for line in lines] == [(step, step * 12 * 32) for step in range(1, 6)]
+
+
+def test_momentum_of_the_first_step_comes_back(tokens: Path, tmp_path: Path):
+    """State that is allocated late, or shaped unlike the parameter, trains well and fails in its first save."""
+    momentum = ["optimizer=sgd", "optimizer.momentum=0.9", "checkpoint.interval=1", "train.steps=3"]
+    settings = [*SAVING, *momentum, "checkpoint.keep=0", f"run.dir={tmp_path}"]
+    unbroken = train_ranks(2, tokens, *settings)[0]
+    again = train_ranks(2, tokens, *settings, "checkpoint.resume=1")[0]
+    assert again["start"] == 1 and any(name.endswith(".momentum_buffer") for name in again["tensors"])
+    assert all(torch.equal(tensor, again["tensors"][name]) for name, tensor in unbroken["tensors"].items())
+
+
+def test_compiled_and_checkpointed_runs_read_each_others_checkpoints(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Names with a wrapper's prefix fail at a resume without it, or at the second one, or load nothing at all."""
+    # without code generation, which takes a minute and has no part in names
+    compiled = functools.partialmethod(torch.nn.Module.compile, backend="eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    settings = [*SAVING, "train.eval_interval=0"]
+    unbroken = train_ranks(1, tokens, *settings, f"run.dir={tmp_path / 'unbroken'}")[0]
+    records = []
+    for stop, wrapping in (
+        (2, ["train.compile=true", "activation_checkpoint=full"]),
+        (4, ["activation_checkpoint=selective"]),
+        (6, ["train.compile=true"]),
+        (8, []),
+    ):
+        stopping = ["" if stop == 8 else f"train.stop_after={stop}", f"run.dir={tmp_path / 'broken'}"]
+        result = train_ranks(1, tokens, *settings, *wrapping, *filter(None, stopping))[0]
+        assert result["start"] == stop - 2
+        records += result["records"]
+    assert_same_trajectory({**result, "records": records}, unbroken)
+
+
+def test_the_run_of_wandb_is_part_of_a_checkpoint(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A new id at every restart cuts one run into pieces; a run of its own must not go on in another's."""
+    monkeypatch.setattr(WandbSink, "_open", lambda self, mode: setattr(self, "_finished", True))
+
+    def run_id(name: str, *overrides: str) -> str:
+        settings = [*SAVING, "log.wandb.mode=offline", *overrides, f"run.dir={tmp_path / name}"]
+        noted = [result["noted"] for result in train_ranks(2, tokens, *settings, hook=lambda run: run.observer.state)]
+        assert noted[1] == {}, "one rank records"
+        return noted[0]["wandb_id"]
+
+    first = run_id("first", "train.stop_after=1")
+    shutil.copytree(tmp_path / "first" / "checkpoints", tmp_path / "moved" / "checkpoints")
+    assert run_id("first", "train.stop_after=2") == run_id("moved", "train.stop_after=2") == first
+    assert run_id("fresh", "train.stop_after=1") != first

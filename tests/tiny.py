@@ -73,14 +73,14 @@ def train_here(world_size: int, tokens: str, overrides: tuple[str, ...], hook: A
     """Build and train a run in this process, whose process group exists.
 
     Returns the outcome, the records of its steps, the sample ids of each, whole weights and optimizer state by name.
-    ``hook(run)`` is called before training.
+    ``hook(run)`` is called before training; what it returns is ``noted``, as it stands at the end.
     """
     config = compose.load_config([*TINY, "data=tokens", f"data.path={tokens}", *overrides], world_size)
     run = train.build_run(config, agree_run_folder(config, compose.to_yaml(config)), torch.device("cpu"))
     result: dict[str, Any] = {"records": [], "ids": [], "folder": str(run.folder), "start": run.step}
     _spy(run, result)
     if hook is not None:
-        hook(run)
+        result["noted"] = hook(run)
     result["outcome"] = train.train(run)
     train.finish(run, result["outcome"])
     tensors = train.tensors_of(run.model, run.optimizer)

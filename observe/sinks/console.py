@@ -4,6 +4,8 @@ Unknown figures read "n/a". The live table keeps the last few steps and is redra
 other code writes to stdout or stderr meanwhile appears above it.
 """
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +37,16 @@ _COLUMNS: tuple[tuple[str, Callable[[Record], str]], ...] = (
 )
 
 
+class _SurvivingConsole(Console):
+    """Falls silent when the reader of a pipe has gone (``| head``), where rich would end the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        # what is flushed at exit must not fail either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise BrokenPipeError("nobody reads standard output any more")
+
+
 class ConsoleSink:
     """Writes to stdout, or to ``console`` where a test gives one."""
 
@@ -42,7 +54,7 @@ class ConsoleSink:
     every_step = False
 
     def __init__(self, header: Record, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._console = console or _SurvivingConsole()
         self._header = header
         self._rows: deque[Record] = deque(maxlen=ROWS)
         self._drawn = 0.0
@@ -75,7 +87,7 @@ class ConsoleSink:
     def event(self, record: Record) -> None:
         told = {key: value for key, value in record.items() if key not in ("time", "kind", "step")}
         place = f"step {record['step']} " if record.get("step") is not None else ""
-        self._line(f"{place}{record['kind']}: " + ", ".join(f"{key} {value}" for key, value in told.items()))
+        self._line(f"{place}{record['kind']}: " + ", ".join(map(_told, told, told.values())))
 
     def finish(self, summary: Record) -> None:
         """The last rows stay, and below them how the run ended."""
@@ -143,6 +155,10 @@ def _entry(key: str, value: Any) -> str:
     if isinstance(value, int) and value >= 100_000:
         value = f"{value / 1e6:,.1f} M"
     return f"{key.replace('_', ' ')} {'n/a' if value is None else value}"
+
+
+def _told(key: str, value: Any) -> str:
+    return f"{key.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{key.replace('_', ' ')} {value}"
 
 
 def plain_line(record: Record) -> str:

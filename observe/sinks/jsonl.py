@@ -2,9 +2,9 @@
 
 Decided here: a line is one write, so that a kill leaves whole lines; a number that JSON does not know becomes null
 and its key is listed under ``nonfinite``; a write that fails half-way (full disk) is taken back, so that the next
-line starts on a line of its own; a resume from step k first drops the lines of steps after k, a torn last line and
-all but the last of equal steps, through a new file and a rename. An evaluation joins the line of its step: the line is
-written anew in place, so each step stands once.
+line starts on a line of its own; a resume from step k first moves the lines of steps after k, and all but the last of
+equal steps, to ``metrics.superseded.jsonl``, and drops a torn last line, through a new file and a rename. An evaluation
+joins the line of its step: the line is written anew in place, so each step stands once.
 """
 
 import json
@@ -138,13 +138,18 @@ class EventsSink:
 
 
 def _keep_until(path: Path, start_step: int) -> list[Record]:
-    """Leave the lines of steps up to ``start_step``, each step once, and return them."""
+    """Leave the lines of steps up to ``start_step``, each step once, and return them; later ones are set aside."""
     if not path.exists():
         return []
     by_step = {record["step"]: record for record in read_lines(path) if isinstance(record.get("step"), int)}
     kept = [by_step[step] for step in sorted(by_step) if step <= start_step]
     content = b"".join(_line(record) for record in kept)
     if content != path.read_bytes():
+        later = [record for record in read_lines(path) if record not in kept]
+        aside = JsonlFile(path.with_name(f"{path.stem}.superseded{path.suffix}"))
+        for record in later:
+            aside.append(record)
+        aside.close()
         temporary = path.with_name(f".{path.name}.tmp")
         with temporary.open("wb") as file:
             file.write(content)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -100,6 +101,14 @@ REFUSED = [
     (["log.wandb.mode=maybe"], r"offline, online, disabled"),
     (["run.name="], r"non-empty name"),
     (["run.device=tpu"], r"auto, cpu, cuda"),
+    (["model=null"], r"no such model"),
+    (["model="], r"no such model"),
+    (["model=../config"], r"no such model"),
+    (["experiment=null"], r"no such experiment.*or leave it out"),
+    (["=3"], r"'=3' is not a setting"),
+    (["train.steps=null"], r"train\.steps cannot be null. Set for example train\.steps=100"),
+    ([f"train.seed={10**23}"], r"train\.seed=1.* must be a number <="),
+    (["parallel.timeout_seconds=1e300"], r"timeout_seconds=1e\+300 must be a number <="),
 ]
 
 
@@ -108,6 +117,33 @@ def test_refused_with_value_rule_and_fix(overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(overrides)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("train:\n  stepz: 3", r"train\.stepz: there is no such key here. Did you mean train\.steps"),
+        ("a: 1", r"a: there is no such key"),
+        ("train.steps: 3", r"train\.steps is written as one name"),
+        ("log:\n  wandb:\n    mood: offline", r"log\.wandb\.mood: there is no such key.*log\.wandb\.mode"),
+        ("data:\n  kind: tokens\n  sources: [{path: a, wait: 1}]", r"wait: there is no such key"),
+        ("optimizer:\n  momentum: 0.9", r"optimizer\.momentum.*the chosen optimizer does not read it"),
+        ("train:\n  steps: three", r"train\.steps=three must be a whole number"),
+        ("train:\n  steps: null", r"train\.steps cannot be null"),
+        ("train: 3", r"train is a section, not a value"),
+        ("train:\n\tsteps: 3", r"not valid YAML.*mine\.yaml.*line 3"),
+        ("train:\n  steps: 3\n  steps: 4", r"not valid YAML.*duplicate key steps"),
+    ],
+)
+def test_a_fault_in_a_yaml_names_the_file_and_the_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+):
+    shutil.copytree(FOLDER, tmp_path / "conf")
+    monkeypatch.setattr(compose, "FOLDER", tmp_path / "conf")
+    (tmp_path / "conf/experiment/mine.yaml").write_text(f"# @package _global_\n{text}\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(["experiment=mine"])
+    assert "\n" not in str(caught.value) and "conf/experiment/mine.yaml" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -187,3 +223,17 @@ def test_answers_without_loading_torch(arguments: list[str], status: int, word: 
     assert time.perf_counter() - start < 30
     code = "import sys; import conf.command, dist.env; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_short_key_without_its_section_is_recognised():
+    with pytest.raises(ConfigError, match=r"lr: there is no such key here. Did you mean optimizer\.lr\?"):
+        load_config(["lr=3e-4"])
+
+
+def test_help_shows_what_a_run_gets_and_may_be_cut_short():
+    text = help_text("python train.py")
+    assert "optimizer.weight_decay (float, default 0.1)" in text and "train.compile (bool, default false)" in text
+    cut = subprocess.run(
+        ["bash", "-c", f"{sys.executable} train.py --help | head -1"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert cut.stdout.startswith("usage") and not cut.stderr

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from conf.schema import ConfigError
-from data.loader import IGNORE, Loader, eval_batches
-from data.samples import TokenDataset
-from data.shards import TokenFiles
+from data.loader import Loader, eval_batches
+from data.samples import IGNORE, TokenDataset
+from data.shards import ShardError, TokenFiles
 from tests.spawn import run_ranks
 
 SEQ = 8
@@ -118,6 +118,15 @@ def test_error_of_the_thread_reaches_the_consumer_with_its_cause(dataset, monkey
         next(loader)
 
 
+def test_damaged_data_is_told_in_its_own_words(dataset, monkeypatch):
+    def damaged(ids, index, pin):
+        raise ShardError("token id 46900 lies outside the vocabulary")
+
+    monkeypatch.setattr(dataset, "batch", damaged)
+    with pytest.raises(ShardError, match="^token id 46900 lies outside the vocabulary$"):
+        next(Loader(dataset, 8, 0, 1))
+
+
 def test_a_thread_that_is_gone_is_noticed(dataset, monkeypatch):
     monkeypatch.setattr("data.loader.POLL_SECONDS", 0.05)
     monkeypatch.setattr(Loader, "_read", lambda self: None)
@@ -180,4 +189,4 @@ def test_eval_positions_follow_documents(write_split):
     held_out = TokenDataset([write_split(np.arange(12), lengths=[5, 7])], SEQ, document_mask=True)
     (batch,) = eval_batches(held_out, 2, 0, 1)
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7]]
-    assert batch.labels[1].tolist() == [9, 10, 11] + [IGNORE] * 5
+    assert batch.labels.tolist() == [[1, 2, 3, 4, IGNORE, 6, 7, 8], [9, 10, 11] + [IGNORE] * 5]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.samples import TokenDataset
+from data.samples import IGNORE, TokenDataset
 from data.shards import ShardError, TokenFiles
 
 
@@ -56,4 +56,12 @@ def test_positions_restart_where_documents_start(write_split):
     dataset = TokenDataset([files], 5, document_mask=True)
     batch = dataset.batch(np.array([0, 1, 2, 3]), 0)
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1], [0, 1, 2, 0, 1], [0, 1, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert TokenDataset([files], 5).batch(np.array([0]), 0).positions is None
+    plain = TokenDataset([files], 5).batch(np.array([0]), 0)
+    assert plain.positions is None and plain.labels.tolist() == [[1, 2, 3, 4, 5]]
+    # the first token of a document is not for the one before to predict
+    assert batch.labels.tolist() == [
+        [1, 2, IGNORE, 4, 5],
+        [6, 7, IGNORE, 9, 10],
+        [11, IGNORE, 13, 14, 15],
+        [16, 17, 18, 19, 20],
+    ]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from dist import shard_files
 from dist.checkpoint import Checkpointer
+from dist.manifest import manifest_digest
 from tests.dist.states import TENSORS, Warnings, attempt, build, differing, layout, local, whole
 from tests.spawn import run_ranks
 
@@ -119,8 +120,19 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path):
 
 
 def edit_manifest(path: Path, **fields) -> None:
+    manifest = json.loads((path / "manifest.json").read_text()) | fields
+    del manifest["sha256"]
+    (path / "manifest.json").write_text(json.dumps(manifest | {"sha256": manifest_digest(manifest)}))
+
+
+def change_meta(path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | fields))
+    (path / "manifest.json").write_text(json.dumps(manifest | {"meta": {}}))
+
+
+def replace_manifest_by_folder(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").mkdir()
 
 
 def truncate(path: Path, size: int) -> None:
@@ -145,6 +157,8 @@ DAMAGE = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "no manifest.json"),
     "manifest cut off": (lambda path: truncate(path / "manifest.json", 100), "manifest.json cannot be read"),
     "manifest of nothing": (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+    "manifest changed": (change_meta, "manifest.json has another checksum"),
+    "manifest unreadable": (replace_manifest_by_folder, "manifest.json cannot be read"),
     "another step": (lambda path: edit_manifest(path, step=5), "its manifest is of step 5"),
     "newer format": (lambda path: edit_manifest(path, format_version=99), "format version 99"),
     "no index": (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),

@@ -95,11 +95,13 @@ def test_retention_counts_numbers_and_leaves_strays(keep: int, kept: list[int], 
     strays = ["notes", "step-abc", "step-00000950.superseded", "step-1e3"]
     for stray in [*strays, "step-00000007.tmp"]:
         (tmp_path / stray).mkdir()
-    (tmp_path / "step-00005000").write_text("a file, not a checkpoint")
+    files = ["step-00005000", "step-00000008.tmp", "step-00000008.old"]
+    for name in files:
+        (tmp_path / name).write_text("a file, not a checkpoint")
     (steps, names), _ = run_ranks(2, keep_and_count, str(tmp_path), keep)
     assert steps == kept
     # what a dead run left half-written is gone; nothing else is
-    assert names == sorted([*strays, "step-00005000", *(f"step-{step:08d}" for step in kept)])
+    assert names == sorted([*strays, *files, *(f"step-{step:08d}" for step in kept)])
 
 
 def go_back(rank: int, world_size: int, folder: str) -> dict:

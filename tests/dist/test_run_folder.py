@@ -1,10 +1,14 @@
 """One folder for all ranks, one configuration in it, and nothing of another run mixed in."""
 
 import json
+import multiprocessing
 import os
+import re
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed
@@ -65,6 +69,40 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path):
         "20260102-030405-run-2",
         "20260102-030405-run-3",
     ]
+
+
+def test_a_start_replaces_the_outcome_of_an_earlier_one(tmp_path: Path):
+    config = settings("a")
+    run_ranks(1, start, config, str(tmp_path))
+    run_folder.write_status(tmp_path / "a", "done", step=1)
+    run_ranks(1, start, settings("a", train=TrainConfig(seed=1)), str(tmp_path))
+    assert json.loads((tmp_path / "a/status.json").read_text())["outcome"] == "done", "refused, so nothing began"
+    run_ranks(1, start, config, str(tmp_path))
+    assert json.loads((tmp_path / "a/status.json").read_text())["outcome"] == "running"
+
+
+def start_and_stay(rank: int, world_size: int, config: Config, cwd: str, started: Any, leave: Any) -> None:
+    start(rank, world_size, config, cwd)
+    started.set()
+    leave.wait(60)
+
+
+def test_a_folder_in_use_is_refused_until_its_process_is_gone(tmp_path: Path):
+    config = settings("a")
+    context = multiprocessing.get_context("fork")
+    started, leave = context.Event(), context.Event()
+    first = threading.Thread(target=run_ranks, args=(1, start_and_stay, config, str(tmp_path), started, leave))
+    first.start()
+    assert started.wait(60)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    other = settings("a", train=TrainConfig(seed=1))
+    for second in (config, other):
+        error = run_ranks(1, start, second, str(tmp_path))[0][0]
+        assert re.search(r"run\.dir=.* is in use by process \d+ on .*set another run\.dir", str(error))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == before
+    leave.set()
+    first.join()
+    assert run_ranks(1, start, config, str(tmp_path))[0] == (tmp_path / "a", [])
 
 
 def test_the_same_command_again_joins_its_folder(tmp_path: Path):

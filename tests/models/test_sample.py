@@ -74,3 +74,10 @@ def test_nothing_to_draw_is_an_empty_list():
 def test_arguments_are_checked(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         sample(built(LLAMA3), **{"prompt_ids": [1], "num_tokens": 1, **arguments})
+
+
+def test_rows_beyond_the_tokenizer_are_never_drawn():
+    model = built(LLAMA3)
+    assert max(sample(model, [1], 40, top_k=0)) >= 8
+    assert max(sample(model, [1], 40, top_k=0, vocab_size=8)) < 8
+    assert max(sample(model, [1], 40, temperature=0, vocab_size=8)) < 8

@@ -1,4 +1,4 @@
-"""Throughput and the split of a step, against hand-built times (MFU-01, MFU-02)."""
+"""Throughput and the split of a step, against hand-built times."""
 
 import time
 
@@ -162,7 +162,7 @@ def test_unknown_phase_is_refused():
 
 
 def test_wall_clock_agrees_with_the_records():
-    # MFU-01: tokens over wall time, all steps after the first, evaluation excluded, within 2 per cent
+    # tokens over wall time, all steps after the first, evaluation excluded, within 2 per cent
     meter = StepMeter(4096, 1, None, CPU)
     records = []
     for step in range(6):

@@ -1,4 +1,4 @@
-"""Device peaks by name, and utilisation by hand (MFU-05: no peak, no number)."""
+"""Device peaks by name, and utilisation by hand (no peak, no number)."""
 
 import pytest
 

@@ -1,11 +1,15 @@
 """What the console shows: plain lines without a terminal, a table with one; unknown figures read n/a."""
 
 import io
+import subprocess
+import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from observe.sinks.console import ROWS, ConsoleSink, header_line, plain_line
 
+ROOT = Path(__file__).parents[3]
 HEADER = {"model": "llama3_debug", "parameters": 4_700_000, "world_size": 2, "microbatch": 4, "accumulation": 2}
 RECORD = {
     "step": 7,
@@ -48,13 +52,13 @@ def test_without_a_terminal_one_line_per_record():
     sink, stream = build_sink(terminal=False)
     sink.step(RECORD)
     sink.evaluation(7, {"val_loss": 3.5})
-    sink.event({"time": "t", "kind": "checkpoint", "step": 7, "seconds": 2})
+    sink.event({"time": "t", "kind": "checkpoint", "step": 7, "blocked_seconds": 0.062174370999855455})
     sink.finish({"status": "done", "steps": 7, "loss": 3.1416, "val_loss": None, "sample": "a\nb", "folder": "/runs/x"})
     sink.close()
     lines = stream.getvalue().splitlines()
     assert lines[1].startswith("step 7 loss 3.1416")
     assert lines[2] == "step 7 val_loss 3.5000"
-    assert lines[3] == "step 7 checkpoint: seconds 2"
+    assert lines[3] == "step 7 checkpoint: blocked seconds 0.0622"
     assert lines[5].startswith("done after step 7 · loss 3.1416 · held-out loss n/a")
     assert lines[7:9] == ["    a", "    b"] and lines[9].startswith("run folder /runs/x")
     assert "\x1b" not in stream.getvalue()
@@ -107,3 +111,15 @@ def test_the_table_fits_into_80_characters():
     sink.close()
     picture = console.file.getvalue().split("llama3_debug")[-1]
     assert "…" not in picture and "1,234,567" in picture and "40.0%" in picture
+
+
+def test_a_reader_that_leaves_does_not_end_the_program():
+    code = (
+        "import time; from observe.sinks.console import ConsoleSink\n"
+        "sink = ConsoleSink({'model': 'm'}); time.sleep(0.5)\n"
+        "try:\n    sink.step({'step': 1})\nexcept OSError as error:\n    print(error, file=sys.stderr)\n"
+        "sink.step({'step': 2}); sink.close(); print('end', file=sys.stderr)"
+    )
+    command = f'{sys.executable} -c "import sys; {code}" | head -1 > /dev/null; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "nobody reads standard output any more\nend\n")

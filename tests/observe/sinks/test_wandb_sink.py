@@ -1,7 +1,9 @@
 """W&B: one run over all sessions and ranks, one axis, nothing lost offline, and never in the way of training.
 
-WB-01, WB-03, WB-04 and WB-05 of the faults that others have reported. There is no service here: online runs meet no
-key, a proxy that refuses, a proxy that never answers, and a library that is missing or hangs.
+Background: a new run at every restart, a run per rank, evaluations dropped for a smaller step, a rank 0 that waits for
+a network while the others time out, and offline sessions that overwrite each other when they are sent. There is no
+service here: online runs meet no key, a proxy that refuses, a proxy that never answers, and a library that is missing
+or hangs.
 """
 
 import os
