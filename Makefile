@@ -36,5 +36,5 @@ checks: setup
 bench: setup
 	$(BIN)/python -m bench.run
 
-clean:
-	rm -rf .venv outputs
+clean: # runs and data in outputs/ stay
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -91,27 +91,30 @@ def main(config: Config) -> int:
         rules.check_device(config, device.type)
     except ConfigError as error:
         leave_with(error, env.rank())
-    folder = None
+    folder = run = None
     with process_group(device, config.parallel.timeout_seconds):
         try:
+            data = agree.together(lambda: open_run_data(config), "opening the data")
             folder = agree_run_folder(config, compose.to_yaml(config))
-            run = build_run(config, folder, device)
+            run = build_run(config, data, folder, device)
             outcome = train(run)
             finish(run, outcome)
         except BaseException as error:
-            fail(error, folder)
+            fail(error, folder, started=run is not None)
     return 0 if outcome == "done" or env.under_torchrun() else PREEMPTED_STATUS
 
 
-def build_run(config: Config, folder: Path, device: torch.device) -> Run:
+def open_run_data(config: Config) -> Data:
+    """What ``data.prepare`` made, checked against the model; before a folder is made for a run that cannot read it."""
+    return open_data(config.data, config.train.seq_len, config.model.vocab_size, config.train.seed)
+
+
+def build_run(config: Config, data: Data, folder: Path, device: torch.device) -> Run:
     """Everything that a run needs, resumed from the newest checkpoint of ``folder`` if there is one."""
     rank, world_size, settings = env.rank(), env.world_size(), config.train
     if settings.deterministic:
         env.ask_deterministic_cublas()
     torch.use_deterministic_algorithms(settings.deterministic)
-    data = agree.together(
-        lambda: open_data(config.data, settings.seq_len, config.model.vocab_size, settings.seed), "opening the data"
-    )
     model = build_sharded_model(config, device)
     optimizer = build_optimizer(config.optimizer, named_parameters(model))
     optimizer.init_state()
@@ -157,6 +160,9 @@ def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
 def train(run: Run) -> str:
     """Train to the last step. Returns the outcome: ``done``, or ``preempted`` after ``train.stop_after``."""
     settings, interval = run.config.train, run.config.checkpoint.interval
+    if env.rank() == 0:
+        # a kill leaves this, not the outcome of an earlier start
+        write_status(run.folder, "running", step=run.step)
     stop = min(settings.steps, settings.stop_after or settings.steps)
     while run.step < stop:
         with run.profiler.step(run.step + 1):

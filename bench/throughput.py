@@ -58,7 +58,8 @@ def measure(folder: str) -> dict[str, float]:
     """Median seconds per step of each arm."""
     config = compose.load_config([*SETTINGS, f"run.dir={folder}"])
     with process_group(torch.device("cpu"), 60):
-        run = train.build_run(config, agree_run_folder(config, compose.to_yaml(config)), torch.device("cpu"))
+        run_folder = agree_run_folder(config, compose.to_yaml(config))
+        run = train.build_run(config, train.open_run_data(config), run_folder, torch.device("cpu"))
         batch = next(run.loader)
         bare, whole = (BareLoop(config, (batch.tokens, batch.labels), chunked) for chunked in (True, False))
         arms = {

@@ -14,30 +14,33 @@ from typing import NoReturn
 
 import torch
 
+from conf.schema import ConfigError
 from dist import agree, env, run_folder
 
 FAILED = 1
-# a launcher ends all processes when the first one leaves: the one that prints must be it
+# a launcher ends all processes when the first one leaves: the one that prints must be it. without a launcher rank 0
+# serves the store in which its peers look who prints: it must not leave before they have
 QUIET_RANK_SECONDS = 1.5
 
 
-def fail(error: BaseException, folder: Path | None) -> NoReturn:
+def fail(error: BaseException, folder: Path | None, started: bool) -> NoReturn:
     """Report ``error`` on the one rank that was first to fail, note it in ``status.json`` and leave.
 
     Call it in the entry point's ``except`` block, before the process group is destroyed. ``folder`` is the run folder,
-    None while there is none.
+    None while there is none. A start that was refused (``ConfigError`` before the run ``started``) says nothing about
+    the run that is there: its status stays.
     """
     # an agreed error is on every rank, and needs no store, which ends with the rank that serves it
     told_here = env.rank() == 0 if isinstance(error, agree.AgreedError) else agree.report_failure(error)
     if told_here:
         _print(f"error: {_describe(error)}")
-        if folder is not None:
+        if folder is not None and (started or not isinstance(error, ConfigError)):
             outcome = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"
             try:
                 run_folder.write_status(folder, outcome, error=str(error) or _describe(error))
             except OSError as problem:
                 _print(f"error: status.json could not be written: {problem}")
-    else:
+    if env.world_size() > 1 and not (told_here and env.under_torchrun()):
         time.sleep(QUIET_RANK_SECONDS)
     # either may be closed (None), or a pipe whose reader is gone
     for stream in (sys.stdout, sys.stderr):

@@ -162,11 +162,9 @@ def _hold(folder: Path) -> None:
 
 
 def _sign(folder: Path) -> None:
-    """Say in the lock file and in ``status.json`` that this run has begun; only once the folder is ours."""
+    """Say in the lock file who holds it, for the message of another start; only once the folder is ours."""
     os.ftruncate(_held[folder], 0)
     os.pwrite(_held[folder], f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    # a kill leaves this, not the outcome of an earlier start
-    write_status(folder, "running")
 
 
 def _compare(folder: Path, resolved: str) -> dict[str, tuple[Any, Any]]:

@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny import prepare_tokens
+
+# many tests fork, and a child waits for ever for the OpenMP threads that its parent had
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -84,6 +84,22 @@ def test_skips_are_bounded(overrides: list[str], message: str, tokens: Path, tmp
         train_ranks(2, tokens, *overrides, f"run.dir={tmp_path}", hook=lambda run: spoil(run, always))
 
 
+def test_status_says_running_meanwhile(tokens: Path, tmp_path: Path):
+    """A kill leaves this, not the outcome of an earlier start."""
+    (tmp_path / "status.json").write_text('{"outcome": "done"}')
+
+    def check(run):
+        step = run.observer.step
+        status = tmp_path / "status.json"
+        run.observer.step = lambda record: (step(record), check_outcome(status))
+
+    def check_outcome(status: Path):
+        assert json.loads(status.read_text())["outcome"] == "running"
+
+    train_ranks(2, tokens, "train.steps=2", f"run.dir={tmp_path}", hook=check)
+    assert json.loads((tmp_path / "status.json").read_text())["outcome"] == "done"
+
+
 STEP = 5
 
 
@@ -143,7 +159,10 @@ def test_an_error_on_one_rank_ends_all_and_is_told_once(
     assert ended.statuses == [1] * processes, ended.errors
     assert len(ended.messages()) == 1, ended.errors
     assert "broken on purpose" in "".join(ended.errors)
-    assert json.loads((tmp_path / "status.json").read_text())["outcome"] == "failed"
+    if fault == "data":
+        assert not any(tmp_path.iterdir()), "no folder is filled for a run that cannot read its data"
+    else:
+        assert json.loads((tmp_path / "status.json").read_text())["outcome"] == "failed"
 
 
 def test_an_error_that_nobody_can_read_ends_the_run_all_the_same(tokens: Path, tmp_path: Path):
@@ -238,12 +257,18 @@ def test_another_run_in_the_folder_is_refused_and_loses_nothing(tokens: Path, tm
     settings = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "checkpoint.interval=3"]
     assert fork_train(1, settings).statuses == [0]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    for change, words in ((["model.dim=32"], "model.dim"), (["optimizer=sgd"], "optimizer.name")):
+    twice = f"data.sources=[{{path: {tokens}, weight: 1}}, {{path: {tokens}, weight: 1}}]"
+    for change, words in (
+        (["model.dim=32"], "model.dim"),
+        (["optimizer=sgd"], "optimizer.name"),
+        (["data.path=null", twice], "trained on other data"),
+    ):
         ended = fork_train(2, [*settings, *change])
         (message,) = ended.messages()
         assert ended.statuses == [1, 1] and words in message
     after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert {path.name for path in before if after.get(path) != before[path]} <= {"status.json"}
+    # that a start was tried is on record; how the run stands is not for it to say
+    assert {path.name for path in before if after.get(path) != before[path]} <= {"events.jsonl", ".lock"}
 
 
 def test_the_whole_run_under_torchrun(tokens: Path, tmp_path: Path):

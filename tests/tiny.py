@@ -76,7 +76,8 @@ def train_here(world_size: int, tokens: str, overrides: tuple[str, ...], hook: A
     ``hook(run)`` is called before training; what it returns is ``noted``, as it stands at the end.
     """
     config = compose.load_config([*TINY, "data=tokens", f"data.path={tokens}", *overrides], world_size)
-    run = train.build_run(config, agree_run_folder(config, compose.to_yaml(config)), torch.device("cpu"))
+    folder = agree_run_folder(config, compose.to_yaml(config))
+    run = train.build_run(config, train.open_run_data(config), folder, torch.device("cpu"))
     result: dict[str, Any] = {"records": [], "ids": [], "folder": str(run.folder), "start": run.step}
     _spy(run, result)
     if hook is not None:

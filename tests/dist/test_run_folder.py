@@ -71,16 +71,6 @@ def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path):
     ]
 
 
-def test_a_start_replaces_the_outcome_of_an_earlier_one(tmp_path: Path):
-    config = settings("a")
-    run_ranks(1, start, config, str(tmp_path))
-    run_folder.write_status(tmp_path / "a", "done", step=1)
-    run_ranks(1, start, settings("a", train=TrainConfig(seed=1)), str(tmp_path))
-    assert json.loads((tmp_path / "a/status.json").read_text())["outcome"] == "done", "refused, so nothing began"
-    run_ranks(1, start, config, str(tmp_path))
-    assert json.loads((tmp_path / "a/status.json").read_text())["outcome"] == "running"
-
-
 def start_and_stay(rank: int, world_size: int, config: Config, cwd: str, started: Any, leave: Any) -> None:
     start(rank, world_size, config, cwd)
     started.set()
