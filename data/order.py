@@ -74,14 +74,6 @@ class SampleOrder:
             ids[mine] = permute(place[mine] % length, length, keys) + self.offsets[index]
         return ids
 
-    def epochs(self, start: int) -> list[float]:
-        """How often each source has been read when the stream stands at ``start``, in epochs."""
-        block, rest = divmod(start, self._block)
-        source, _ = self._places(np.arange(block * self._block, start, dtype=np.int64))
-        taken = block * self.quotas + np.bincount(source, minlength=len(self.quotas))
-        assert int(taken.sum()) == start and rest >= 0
-        return [float(count / length) for count, length in zip(taken, self.lengths, strict=True)]
-
     def _places(self, stream: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source of each global place, and the place in that source's own stream; both int64 like ``stream``."""
         if len(self.quotas) == 1:

@@ -97,13 +97,6 @@ def broadcast(value: T, group: torch.distributed.ProcessGroup | None = None) -> 
     return received
 
 
-def all_true(flag: bool, group: torch.distributed.ProcessGroup | None = None) -> bool:
-    """Whether ``flag`` holds on every rank."""
-    vote = torch.tensor(int(flag), dtype=torch.int32)
-    torch.distributed.all_reduce(vote, torch.distributed.ReduceOp.MIN, group=group or control_group())
-    return bool(vote)
-
-
 def together(action: Callable[[], T], what: str, group: torch.distributed.ProcessGroup | None = None) -> T:
     """Run ``action`` on every rank; return this rank's result once it is known that no rank failed.
 

@@ -87,20 +87,6 @@ def gather_updates(parameters: Sequence[Tensor]) -> None:
         _gather_bucket(bucket)
 
 
-def gather_bytes(parameters: Sequence[Tensor]) -> int:
-    """Peak bytes of the buffers that ``gather_updates`` allocates on this rank."""
-    peak = size = 0
-    for parameter in parameters:
-        if _is_replicated(parameter):
-            rows = local_rows(parameter)
-            copies = parameter.device_mesh.size(0)  # type: ignore[attr-defined]
-            size += _rows_per_owner(len(rows), copies) * rows[:1].nbytes * (copies + 1)
-            peak = max(peak, size)
-            if size >= GATHER_BUFFER_BYTES:
-                size = 0
-    return peak
-
-
 def _gather_bucket(parameters: Sequence[Tensor]) -> None:
     mesh = parameters[0].device_mesh  # type: ignore[attr-defined]
     copies, group = mesh.size(0), mesh.get_group("dp_replicate")

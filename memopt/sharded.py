@@ -39,9 +39,6 @@ class StateOptimizer(Protocol):
     def state_bytes(self) -> int:
         """Bytes of state that this rank holds, every tensor counted."""
 
-    def transient_bytes(self) -> int:
-        """Bytes that a step allocates beyond the state, at its peak."""
-
 
 class ShardedOptimizer:
     """Run a ``torch.optim.Optimizer`` on the rows that this rank owns.
@@ -129,6 +126,3 @@ class ShardedOptimizer:
             for value in state.values()
             if isinstance(value, Tensor)
         )
-
-    def transient_bytes(self) -> int:
-        return layout.gather_bytes(list(self._parameters.values()))

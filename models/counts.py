@@ -8,9 +8,6 @@ rotary positions, softmax and bias additions. Attention scores and values are co
 
 from conf.schema import ModelConfig
 
-FLOPS_CONVENTION = "matmul FLOPs of forward and backward; head included, causal attention halved, no recompute"
-"""Printed beside every utilisation."""
-
 
 def count_parameters(config: ModelConfig) -> int:
     """Parameters of the model, a tied matrix once: the sum of ``numel`` over its parameters."""
@@ -25,7 +22,7 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """FLOPs of forward and backward per token in sequences of ``seq_len`` tokens, by ``FLOPS_CONVENTION``."""
+    """FLOPs of forward and backward per token in sequences of ``seq_len`` tokens, by the convention above."""
     matrices = config.layers * sum(_block_matrices(config)) + config.vocab_size * config.dim
     # forward, whole square: 2 products (scores, values) of 2 * seq_len * dim; half of it is causal.
     # grouped queries share keys and values but every query head has its own scores

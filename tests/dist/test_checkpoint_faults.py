@@ -42,7 +42,7 @@ def train_while_saving(rank: int, world_size: int, folder: str) -> dict:
     state = build("fsdp")
     blocked = saver.save(5, state, {"samples": 5})
     steps_meanwhile = 0
-    while agree.all_true(saver.steps() == []):
+    while all(agree.gather(saver.steps() == [])):
         for tensor in state.values():
             local(tensor).add_(1)
         total = torch.ones(1)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from conf.compose import load_config
 from conf.schema import ModelConfig
 from models.build import build_model
-from models.counts import FLOPS_CONVENTION, count_parameters, flops_per_token
+from models.counts import count_parameters, flops_per_token
 from tests.models.shapes import ALL, batch, built
 
 FOLDER = Path(__file__).parents[2] / "conf" / "model"
@@ -82,8 +82,3 @@ def test_flops_agree_with_torchs_counter(key: str):
     attention = 3 * config.layers * 2 * tokens.shape[1] * config.dim
     counted = counter.get_total_flops() // tokens.numel()
     assert flops_per_token(config, tokens.shape[1]) == counted + head_weight + attention
-
-
-def test_convention_is_named():
-    for word in ("head included", "causal attention halved", "no recompute"):
-        assert word in FLOPS_CONVENTION
