@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from conf.checks import ConfigError
 from conf.compose import help_text, load_config, to_yaml
-from conf.schema import Config, ConfigError
+from conf.schema import Config
 
 CONFIG_STATUS = 2
 # a launcher ends all processes when the first one leaves: the one that prints must be it

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -27,15 +28,20 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf import rules, schema
-from conf.schema import Config, ConfigError
+from conf import optimizers, rules, schema
+from conf.checks import ConfigError
+from conf.schema import Config
 
 FOLDER = Path(__file__).parent
 GROUPS = ("model", "optimizer", "parallel", "data", "log", "experiment")
 # group -> name of its schema node -> dataclass; a YAML names its schema first in its defaults
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"schema": schema.ModelConfig},
-    "optimizer": {"adamw_schema": schema.AdamWConfig, "sgd_schema": schema.SGDConfig},
+    "optimizer": {
+        "adamw_schema": optimizers.AdamWConfig,
+        "gefen_schema": optimizers.GefenConfig,
+        "sgd_schema": optimizers.SGDConfig,
+    },
     "parallel": {"schema": schema.ParallelConfig},
     "data": {"schema": schema.DataConfig},
     "log": {"schema": schema.LogConfig},
@@ -172,16 +178,17 @@ def _keys(cls: type, prefix: str = "") -> Iterator[tuple[str, str, dataclasses.F
 
 
 def _field_docs() -> dict[tuple[str, str], str]:
-    """(class, field) -> the string that stands under the field in ``conf/schema.py``."""
+    """(class, field) -> the string that stands under the field in its class."""
     documentation: dict[tuple[str, str], str] = {}
-    for node in ast.parse((FOLDER / "schema.py").read_text()).body:
+    modules = (schema, optimizers)
+    for node in [node for module in modules for node in ast.parse(inspect.getsource(module)).body]:
         if not isinstance(node, ast.ClassDef):
             continue
         for statement, below in zip(node.body, node.body[1:], strict=False):
             if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
                 assert isinstance(statement.target, ast.Name) and isinstance(below.value, ast.Constant)
                 documentation[node.name, statement.target.id] = " ".join(str(below.value.value).split())
-    for cls in (value for value in vars(schema).values() if isinstance(value, type)):
+    for cls in (value for module in modules for value in vars(module).values() if isinstance(value, type)):
         for base in cls.__mro__[1:]:
             for (owner, name), text in list(documentation.items()):
                 if owner == base.__name__:

@@ -4,7 +4,9 @@ They run before any process group, file or folder is made, without torch. What n
 is ``check_device``, which the caller runs as soon as it knows the device.
 """
 
-from conf.schema import Config, ConfigError
+from conf.checks import ConfigError
+from conf.optimizers import GefenConfig
+from conf.schema import Config
 
 
 def check(config: Config, world_size: int) -> None:
@@ -14,6 +16,7 @@ def check(config: Config, world_size: int) -> None:
     _check_batch(config, world_size)
     _check_parallel(config, world_size)
     _check_data(config)
+    _check_optimizer(config)
     if config.train.stop_after is not None and config.checkpoint.interval == 0:
         raise ConfigError(
             "train.stop_after saves a checkpoint, but checkpoint.interval=0 saves none. "
@@ -23,6 +26,14 @@ def check(config: Config, world_size: int) -> None:
 
 def check_device(config: Config, device_type: str) -> None:
     """Raise ``ConfigError`` for settings that ``device_type`` ("cpu" or "cuda") does not have."""
+    if isinstance(config.optimizer, GefenConfig):
+        backend = config.optimizer.backend
+        needed = {"numba": "cpu", "triton": "cuda"}.get(backend, device_type)
+        if needed != device_type:
+            raise ConfigError(
+                f"optimizer.backend={backend} runs on {needed} only, and the device is {device_type}. "
+                "Set optimizer.backend=auto."
+            )
     if device_type == "cuda":
         return
     if config.data.document_mask:
@@ -137,3 +148,16 @@ def _check_data(config: Config) -> None:
             f"data.vocab_size={data.vocab_size} is larger than model.vocab_size={config.model.vocab_size}. "
             f"Set data.vocab_size={config.model.vocab_size} or raise model.vocab_size."
         )
+
+
+def _check_optimizer(config: Config) -> None:
+    if not isinstance(config.optimizer, GefenConfig) or config.optimizer.block is None:
+        return
+    block = config.optimizer.block
+    # the matrices' rows have as many entries as the layer has inputs
+    for columns in (config.model.dim, config.model.hidden):
+        if columns % block:
+            raise ConfigError(
+                f"optimizer.block={block} does not divide the rows of {columns} entries that this model has. "
+                f"Set a divisor of model.dim={config.model.dim} and model.hidden={config.model.hidden}."
+            )

@@ -3,42 +3,15 @@
 One dataclass per section; the string under a field is its documentation (``train.py --help`` prints it). The YAML
 groups beside this file (``model/``, ``optimizer/``, ``parallel/``, ``data/``, ``log/``, ``experiment/``) only choose
 values: one file is one choice, and anyone may add one. Rules on a single key are in ``__post_init__`` here, rules
-that join sections in ``conf.rules``. ``conf.compose`` turns a command line into a ``Config``; no ``DictConfig``
+that join sections in ``conf.rules``; the update rules' own sections in ``conf.optimizers``. ``conf.compose`` turns a command line into a ``Config``; no ``DictConfig``
 travels further than that. Nothing here imports torch: a wrong key fails before it would be loaded.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-
-class ConfigError(ValueError):
-    """A setting that cannot work. The message states the value, the rule and the fix."""
-
-
-def _choice(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{key}={value} is not one of {', '.join(allowed)}. Set {key} to one of these.")
-
-
-def _at_least(key: str, value: float | None, low: float) -> None:
-    if value is not None and not (math.isfinite(value) and value >= low):
-        raise ConfigError(f"{key}={value} must be a number >= {low:g}. Set {key} to {low:g} or more.")
-
-
-def _above(key: str, value: float, low: float) -> None:
-    if not (math.isfinite(value) and value > low):
-        raise ConfigError(f"{key}={value} must be a number > {low:g}. Set {key} to a value above {low:g}.")
-
-
-def _at_most(key: str, value: float, high: int) -> None:
-    if value > high:
-        raise ConfigError(f"{key}={value} must be a number <= {high}. Set {key} to {high} or less.")
-
-
-def _share(key: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{key}={value} must lie between 0 and 1. Set {key} to a share such as 0.1.")
+from conf.checks import ConfigError, above, at_least, at_most, choice, share
+from conf.optimizers import OptimizerConfig
 
 
 @dataclass
@@ -57,8 +30,8 @@ class RunConfig:
     """Tokens of the text sample printed and saved at the end; 0 for none."""
 
     def __post_init__(self) -> None:
-        _choice("run.device", self.device, ("auto", "cpu", "cuda"))
-        _at_least("run.sample_tokens", self.sample_tokens, 0)
+        choice("run.device", self.device, ("auto", "cpu", "cuda"))
+        at_least("run.sample_tokens", self.sample_tokens, 0)
         if not self.name or "/" in self.name:
             raise ConfigError(f"run.name={self.name!r} must be a non-empty name without '/'. Set run.dir for a path.")
 
@@ -102,76 +75,15 @@ class ModelConfig:
     """Sequences per rank and forward pass where ``microbatch`` is not set on the command line."""
 
     def __post_init__(self) -> None:
-        _choice("model.family", self.family, ("llama3", "gpt2"))
-        _choice("model.rope_scaling", self.rope_scaling, ("none", "llama"))
+        choice("model.family", self.family, ("llama3", "gpt2"))
+        choice("model.rope_scaling", self.rope_scaling, ("none", "llama"))
         for key in ("dim", "layers", "heads", "hidden", "vocab_size", "max_seq_len", "microbatch"):
-            _at_least(f"model.{key}", getattr(self, key), 1)
-        _at_least("model.kv_heads", self.kv_heads, 1)
-        _above("model.norm_eps", self.norm_eps, 0)
-        _above("model.rope_theta", self.rope_theta, 0)
+            at_least(f"model.{key}", getattr(self, key), 1)
+        at_least("model.kv_heads", self.kv_heads, 1)
+        above("model.norm_eps", self.norm_eps, 0)
+        above("model.rope_theta", self.rope_theta, 0)
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"model.dropout={self.dropout} must lie in [0, 1). Set model.dropout=0 for none.")
-
-
-@dataclass
-class OptimizerConfig:
-    """The update rule. Each rule adds its own keys, so that a key it does not read is an error."""
-
-    name: str = "???"
-    """The rule: ``adamw`` or ``sgd``. Chosen with ``optimizer=adamw``."""
-    lr: float = 1e-3
-    """Peak learning rate; ``schedule`` scales it."""
-    weight_decay: float = 0.0
-    """Decay of the parameters that ``decay`` selects; 0 on all others."""
-    decay: list[str] = field(default_factory=list)
-    """Shell patterns of parameter names that are decayed, e.g. ``['layers.*.weight']``. Empty: every matrix. A
-    pattern that matches no parameter is an error."""
-
-    def __post_init__(self) -> None:
-        _at_least("optimizer.lr", self.lr, 0)
-        _at_least("optimizer.weight_decay", self.weight_decay, 0)
-
-
-@dataclass
-class AdamWConfig(OptimizerConfig):
-    """AdamW (arXiv 1711.05101): decoupled weight decay, torch's fused kernel."""
-
-    name: str = "adamw"
-    """The rule."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """Decay rates of the first and second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _choice("optimizer.name", self.name, ("adamw",))
-        _above("optimizer.eps", self.eps, 0)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(
-                f"optimizer.betas={list(self.betas)} must be two numbers in [0, 1). Set for example "
-                "optimizer.betas=[0.9,0.95]."
-            )
-
-
-@dataclass
-class SGDConfig(OptimizerConfig):
-    """Stochastic gradient descent; weight decay is added to the gradient, as torch does."""
-
-    name: str = "sgd"
-    """The rule."""
-    momentum: float = 0.0
-    """Momentum; 0 keeps no state."""
-    nesterov: bool = False
-    """Nesterov momentum."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _choice("optimizer.name", self.name, ("sgd",))
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"optimizer.momentum={self.momentum} must lie in [0, 1). Set for example 0.9.")
-        if self.nesterov and self.momentum == 0:
-            raise ConfigError("optimizer.nesterov=true needs momentum. Set optimizer.momentum=0.9, or nesterov=false.")
 
 
 @dataclass
@@ -189,10 +101,10 @@ class ScheduleConfig:
     """Share of all steps in which ``wsd`` decays."""
 
     def __post_init__(self) -> None:
-        _choice("schedule.kind", self.kind, ("constant", "linear", "cosine", "wsd"))
-        _at_least("schedule.warmup", self.warmup, 0)
-        _share("schedule.min_ratio", self.min_ratio)
-        _share("schedule.decay_share", self.decay_share)
+        choice("schedule.kind", self.kind, ("constant", "linear", "cosine", "wsd"))
+        at_least("schedule.warmup", self.warmup, 0)
+        share("schedule.min_ratio", self.min_ratio)
+        share("schedule.decay_share", self.decay_share)
 
 
 @dataclass
@@ -231,15 +143,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for key in ("steps", "seq_len", "global_batch", "loss_chunk"):
-            _at_least(f"train.{key}", getattr(self, key), 1)
+            at_least(f"train.{key}", getattr(self, key), 1)
         for key in ("seed", "max_norm", "eval_interval", "max_skips"):
-            _at_least(f"train.{key}", getattr(self, key), 0)
+            at_least(f"train.{key}", getattr(self, key), 0)
         # what a generator of torch takes
-        _at_most("train.seed", self.seed, 2**63 - 1)
-        _at_least("train.stop_after", self.stop_after, 1)
-        _at_least("train.eval_tokens", self.eval_tokens, 1)
-        _choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
-        _choice("train.nonfinite", self.nonfinite, ("skip", "stop"))
+        at_most("train.seed", self.seed, 2**63 - 1)
+        at_least("train.stop_after", self.stop_after, 1)
+        at_least("train.eval_tokens", self.eval_tokens, 1)
+        choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
+        choice("train.nonfinite", self.nonfinite, ("skip", "stop"))
 
 
 @dataclass
@@ -266,12 +178,12 @@ class ParallelConfig:
     """Context parallelism is not supported: must stay 1."""
 
     def __post_init__(self) -> None:
-        _choice("parallel.mode", self.mode, ("ddp", "fsdp", "hsdp"))
-        _choice("parallel.reduce", self.reduce, ("auto", "every", "last"))
-        _at_least("parallel.shard", self.shard, 1)
-        _above("parallel.timeout_seconds", self.timeout_seconds, 0)
+        choice("parallel.mode", self.mode, ("ddp", "fsdp", "hsdp"))
+        choice("parallel.reduce", self.reduce, ("auto", "every", "last"))
+        at_least("parallel.shard", self.shard, 1)
+        above("parallel.timeout_seconds", self.timeout_seconds, 0)
         # three years; some clocks count nanoseconds in 64 bits
-        _at_most("parallel.timeout_seconds", self.timeout_seconds, 10**8)
+        at_most("parallel.timeout_seconds", self.timeout_seconds, 10**8)
 
 
 @dataclass
@@ -284,7 +196,7 @@ class SourceConfig:
     """Share of the samples drawn from this source, relative to the other sources."""
 
     def __post_init__(self) -> None:
-        _above("data.sources.weight", self.weight, 0)
+        above("data.sources.weight", self.weight, 0)
         if not self.path:
             raise ConfigError("data.sources has an entry without path. Give each source {path: ..., weight: ...}.")
 
@@ -332,12 +244,12 @@ class DataConfig:
     """Batches that the loader prepares ahead in the background."""
 
     def __post_init__(self) -> None:
-        _choice("data.kind", self.kind, ("stdlib", "text", "hf", "tokens"))
-        _choice("data.bad_input", self.bad_input, ("error", "replace", "skip"))
-        _at_least("data.vocab_size", self.vocab_size, 1)
-        _at_least("data.shard_tokens", self.shard_tokens, 1)
-        _at_least("data.workers", self.workers, 1)
-        _at_least("data.prefetch", self.prefetch, 1)
+        choice("data.kind", self.kind, ("stdlib", "text", "hf", "tokens"))
+        choice("data.bad_input", self.bad_input, ("error", "replace", "skip"))
+        at_least("data.vocab_size", self.vocab_size, 1)
+        at_least("data.shard_tokens", self.shard_tokens, 1)
+        at_least("data.workers", self.workers, 1)
+        at_least("data.prefetch", self.prefetch, 1)
         if not 0 <= self.val_share < 1:
             raise ConfigError(f"data.val_share={self.val_share} must lie in [0, 1). Set for example 0.02.")
 
@@ -357,8 +269,8 @@ class CheckpointConfig:
     """Write in the background; training waits only for the copy."""
 
     def __post_init__(self) -> None:
-        _at_least("checkpoint.interval", self.interval, 0)
-        _at_least("checkpoint.keep", self.keep, 0)
+        at_least("checkpoint.interval", self.interval, 0)
+        at_least("checkpoint.keep", self.keep, 0)
         if self.resume not in ("auto", "none") and not self.resume.isdecimal():
             raise ConfigError(f"checkpoint.resume={self.resume} is not auto, none or a step number. Set one of these.")
 
@@ -379,13 +291,13 @@ class WandbConfig:
     """An online run that is not open after this long goes on offline; the end of the run waits no longer than this."""
 
     def __post_init__(self) -> None:
-        _choice("log.wandb.mode", self.mode, ("offline", "online", "disabled"))
+        choice("log.wandb.mode", self.mode, ("offline", "online", "disabled"))
         if not self.project or len(self.project) > 128 or set(self.project) & set("/\\#?%:"):
             raise ConfigError(
                 f"log.wandb.project={self.project!r} must have 1 to 128 characters and none of / \\ # ? % :. "
                 "Set for example log.wandb.project=gossamer."
             )
-        _above("log.wandb.timeout_seconds", self.timeout_seconds, 0)
+        above("log.wandb.timeout_seconds", self.timeout_seconds, 0)
 
 
 @dataclass
@@ -409,9 +321,9 @@ class LogConfig:
     where memory runs out (view at pytorch.org/memory_viz)."""
 
     def __post_init__(self) -> None:
-        _at_least("log.interval", self.interval, 1)
-        _at_least("log.profile_start", self.profile_start, 0)
-        _at_least("log.profile_steps", self.profile_steps, 1)
+        at_least("log.interval", self.interval, 1)
+        at_least("log.profile_start", self.profile_start, 0)
+        at_least("log.profile_steps", self.profile_steps, 1)
 
 
 @dataclass
@@ -434,7 +346,7 @@ class Config:
     per-operation policy)."""
 
     def __post_init__(self) -> None:
-        _choice("activation_checkpoint", self.activation_checkpoint, ("none", "full", "selective"))
+        choice("activation_checkpoint", self.activation_checkpoint, ("none", "full", "selective"))
         if isinstance(self.microbatch, bool) or not isinstance(self.microbatch, int) or self.microbatch < 1:
             raise ConfigError(
                 f"microbatch={self.microbatch} must be a whole number >= 1. Set for example microbatch=8."

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.schema import ConfigError, DataConfig
+from conf.checks import ConfigError
+from conf.schema import DataConfig
 from data.shards import ShardError, TokenFiles
 from data.tokenizer import Tokenizer, load_tokenizer
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.schema import ConfigError, DataConfig
+from conf.checks import ConfigError
+from conf.schema import DataConfig
 from data.folder import PreparedFolder, open_folder, prepare_command
 from data.samples import IGNORE, Batch, TokenDataset
 from data.shards import check_ids

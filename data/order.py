@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 
 ROUNDS = 8
 # smallest domain of the network: permutations of a few elements need more than a bit per half to look random

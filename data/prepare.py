@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from conf.checks import ConfigError
 from conf.command import leave_with, read_command_line
-from conf.schema import ConfigError, DataConfig
+from conf.schema import DataConfig
 from data.documents import Counts, InputFile, Unit, list_inputs, listing_hash, plan_units, read_unit
 from data.encode import Part, encode_unit, is_finished, read_part, start_worker, work
 from data.folder import FORMAT, RECORD, open_folder, prepare_command, read_record

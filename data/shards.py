@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 
 FORMAT = 1
 SIDECAR = "shards.json"

@@ -18,7 +18,7 @@ from pathlib import Path
 import sentencepiece
 import tokenizers
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 
 # SentencePiece writes a space as this character, so text that holds the character itself is encoded by bytes
 SPACE_SYMBOL = "\u2581"

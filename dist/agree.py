@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import torch.distributed
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 from dist import agree, env, run_folder
 
 FAILED = 1

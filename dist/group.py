@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 from dist import agree, env
 
 

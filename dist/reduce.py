@@ -25,6 +25,20 @@ def global_sums(*values: Tensor) -> list[float]:
     return total.tolist()
 
 
+def check_presence(here: int, everywhere: float) -> None:
+    """Raise ``ValueError`` if the ranks have gradients of different parameters.
+
+    ``here`` counts this rank's gradients, ``everywhere`` is its sum over all ranks. Whatever an update sums over ranks
+    would be wrong, or never come back.
+    """
+    world_size = torch.distributed.get_world_size()
+    if everywhere != here * world_size:
+        raise ValueError(
+            f"rank {torch.distributed.get_rank()} has gradients of {here} parameters, all {world_size} ranks together "
+            f"have {everywhere:.0f} instead of {here * world_size}. Every rank must use the same parameters in a step."
+        )
+
+
 def squared_norm_share(gradients: Sequence[Tensor]) -> Tensor:
     """This rank's share of the squared 2-norm of the whole gradient: fp64 scalar; the shares of all ranks add up to it.
 

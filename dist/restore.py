@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 from dist import agree
 from dist.chunks import dtype_name
 from dist.manifest import DamagedError, Manifest, file_problem, read_manifest

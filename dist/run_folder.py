@@ -25,7 +25,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.schema import Config, ConfigError
+from conf.checks import ConfigError
+from conf.schema import Config
 from dist import agree
 
 logger = logging.getLogger(__name__)

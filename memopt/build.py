@@ -1,24 +1,28 @@
 """The optimizer of a run, its parameter groups, and its learning rate by step."""
 
+import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from conf.schema import AdamWConfig, ConfigError, OptimizerConfig, ScheduleConfig, SGDConfig
+from conf.checks import ConfigError
+from conf.optimizers import AdamWConfig, GefenConfig, OptimizerConfig, SGDConfig
+from conf.schema import ScheduleConfig
 from memopt.sharded import ShardedOptimizer, StateOptimizer
 
 
 def build_optimizer(config: OptimizerConfig, named_parameters: Mapping[str, Tensor]) -> StateOptimizer:
     """The optimizer that ``config`` names over canonical name -> parameter; frozen parameters are left out.
 
-    Raises ``ConfigError`` when a pattern of ``optimizer.decay`` matches no parameter.
+    Raises ``ConfigError`` when a pattern of ``optimizer.decay`` matches no parameter, or the rule cannot take one.
     """
     trainable = {name: tensor for name, tensor in named_parameters.items() if tensor.requires_grad}
     decayed = decayed_names(config.decay, trainable)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {
             "named_parameters": {name: trainable[name] for name in trainable if (name in decayed) == chosen},
             "weight_decay": config.weight_decay if chosen else 0.0,
@@ -35,6 +39,19 @@ def build_optimizer(config: OptimizerConfig, named_parameters: Mapping[str, Tens
             options = {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov}
             buffers = ("momentum_buffer",) if config.momentum else ()
             return ShardedOptimizer(groups, torch.optim.SGD, state_names=buffers, counts_steps=False, options=options)
+        case GefenConfig():
+            # imports numba, which other rules do without
+            from memopt.gefen import Gefen
+
+            own = {field.name for field in dataclasses.fields(config)} - {"decay", "name"}
+            named = [
+                {"params": list(group["named_parameters"].items()), "weight_decay": group["weight_decay"]}
+                for group in groups
+            ]
+            try:
+                return Gefen(named, **{key: getattr(config, key) for key in own})
+            except ValueError as error:
+                raise ConfigError(f"optimizer: {error}") from None
     raise AssertionError(f"no optimizer is built for {type(config).__name__}")
 
 

@@ -6,7 +6,8 @@ Decided here: which family a configuration builds, and what a device cannot do. 
 
 import torch
 
-from conf.schema import ConfigError, ModelConfig
+from conf.checks import ConfigError
+from conf.schema import ModelConfig
 from models.decoder import LanguageModel
 from models.gpt2 import build_gpt2
 from models.llama3 import build_llama3

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.schema import ConfigError, ModelConfig
+from conf.checks import ConfigError
+from conf.schema import ModelConfig
 from dist import env
 
 if TYPE_CHECKING:

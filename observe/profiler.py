@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.profiler
 
-from conf.schema import ConfigError, LogConfig
+from conf.checks import ConfigError
+from conf.schema import LogConfig
 
 # entries of the allocation record: some hundred steps of a large model, a few hundred MB of host memory at most
 MAX_ALLOCATIONS = 200_000

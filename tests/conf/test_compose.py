@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from conf import compose, rules
+from conf.checks import ConfigError
 from conf.compose import FOLDER, GROUPS, flatten, help_text, load_config, to_yaml
-from conf.schema import Config, ConfigError
+from conf.schema import Config
 
 ROOT = Path(__file__).parents[2]
 CHOICES = [(group, path.stem) for group in GROUPS for path in sorted((FOLDER / group).glob("*.yaml"))]
@@ -64,6 +65,22 @@ REFUSED = [
     (["optimizer=sgd", "optimizer.nesterov=true"], r"needs momentum"),
     (["optimizer=sgd", "optimizer.momentum=1"], r"optimizer\.momentum=1"),
     (["optimizer.eps=0"], r"optimizer\.eps=0\.0 must be a number > 0"),
+    (["optimizer=gefen", "optimizer.partition=columns"], r"partition=columns is not one of row, fixed, paper, peaks"),
+    (["optimizer=gefen", "optimizer.second_moment=full"], r"block, factored"),
+    (["optimizer=gefen", "optimizer.momentum=4bit"], r"8bit, fp32"),
+    (["optimizer=gefen", "optimizer.update=coded"], r"exact, quantised"),
+    (["optimizer=gefen", "optimizer.backend=cuda"], r"auto, reference, numba, triton"),
+    (["optimizer=gefen", "optimizer.levels=100"], r"levels=100 must be a power of two from 2 to 256"),
+    (["optimizer=gefen", "optimizer.block=64"], r"block=64 with optimizer\.partition=row"),
+    (["optimizer=gefen", "optimizer.partition=fixed"], r"block=None with optimizer\.partition=fixed"),
+    (["optimizer=gefen", "optimizer.partition=fixed", "optimizer.block=0"], r"block=0 must be a number >= 1"),
+    (["optimizer=gefen", "optimizer.partition=fixed", "optimizer.block=60"], r"block=60 does not divide.*of 320"),
+    (["optimizer=gefen", "optimizer.max_update=0"], r"max_update=0\.0 must be a number > 0"),
+    (["optimizer=gefen", "optimizer.refresh=-1"], r"refresh=-1 must be a number >= 0"),
+    (["optimizer=gefen", "optimizer.drift_interval=-1"], r"drift_interval=-1"),
+    (["optimizer=gefen", "optimizer.betas=[0.9,1.0]"], r"must be two numbers in \[0, 1\)"),
+    (["optimizer=gefen", "optimizer.eps=0"], r"optimizer\.eps=0\.0 must be a number > 0"),
+    (["optimizer.partition=row"], r"optimizer\.partition: there is no such key here"),
     (["schedule.kind=sine"], r"constant, linear, cosine, wsd"),
     (["schedule.min_ratio=2"], r"between 0 and 1"),
     (["train.precision=fp16"], r"auto, fp32, bf16"),
@@ -164,7 +181,11 @@ def test_refused_for_this_number_of_processes(overrides: list[str], world_size: 
 
 @pytest.mark.parametrize(
     "overrides, message",
-    [(["data.document_mask=true"], "document_mask"), (["log.memory_snapshot=true"], "memory_snapshot")],
+    [
+        (["data.document_mask=true"], "document_mask"),
+        (["log.memory_snapshot=true"], "memory_snapshot"),
+        (["optimizer=gefen", "optimizer.backend=triton"], "backend=triton runs on cuda only, and the device is cpu"),
+    ],
 )
 def test_refused_on_cpu(overrides: list[str], message: str):
     config = load_config(overrides)

@@ -9,7 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from conf.schema import ConfigError, DataConfig
+from conf.checks import ConfigError
+from conf.schema import DataConfig
 from data import documents
 from data.documents import BadInput, Counts, list_inputs, listing_hash, plan_units, read_unit
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 from data.loader import Loader, eval_batches
 from data.samples import IGNORE, TokenDataset
 from data.shards import ShardError, TokenFiles

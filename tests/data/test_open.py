@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from conf.schema import ConfigError, DataConfig, SourceConfig
+from conf.checks import ConfigError
+from conf.schema import DataConfig, SourceConfig
 from data.folder import RECORD
 from data.loader import Loader, identity_changes, open_data
 from data.prepare import prepare

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 from data.order import MAX_BLOCK, QUOTA_ERROR, SampleOrder, block_quotas, permute
 
 

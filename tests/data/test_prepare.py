@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conf.schema import ConfigError, DataConfig
+from conf.checks import ConfigError
+from conf.schema import DataConfig
 from data import documents, encode
 from data import prepare as module
 from data.folder import RECORD

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 from data import encode
 from data import prepare as module
 from data.folder import RECORD

@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 from data import tokenizer as module
 from data.tokenizer import PROBES, SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from tests.data.conftest import sentences

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed
 
-from conf.schema import ConfigError
+from conf.checks import ConfigError
 from dist import agree
 from tests.dist.processes import run_to_exit
 from tests.spawn import run_ranks

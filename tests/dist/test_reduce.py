@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dist.reduce import clip_, global_sums, global_token_count, local, squared_norm_share
+from dist.reduce import check_presence, clip_, global_sums, global_token_count, local, squared_norm_share
 from tests.spawn import run_ranks
 
 SHAPES = [(7, 3), (1, 5), (12, 2), (3,)]
@@ -56,3 +56,18 @@ def test_counts_and_sums_of_different_ranks():
     for count, (total, ranks) in run_ranks(3, count_and_sum):
         assert count == 3 * 2 + 3 * (0 + 1 + 2)
         assert total == pytest.approx(0.3) and ranks == 3.0
+
+
+def count_gradients(rank: int, world_size: int, here: list[int]):
+    (everywhere,) = global_sums(torch.tensor(float(here[rank])))
+    try:
+        check_presence(here[rank], everywhere)
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_with_gradients_of_different_parameters_are_told():
+    assert run_ranks(2, count_gradients, [3, 3]) == [None, None]
+    first, second = run_ranks(2, count_gradients, [3, 2])
+    assert "rank 0 has gradients of 3 parameters, all 2 ranks together have 5 instead of 6" in first
+    assert "rank 1 has gradients of 2 parameters" in second

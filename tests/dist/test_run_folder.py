@@ -15,7 +15,8 @@ import torch.distributed
 import yaml
 
 from conf.compose import to_yaml as resolved
-from conf.schema import AdamWConfig, Config, ModelConfig, RunConfig, SGDConfig, TrainConfig
+from conf.optimizers import AdamWConfig, SGDConfig
+from conf.schema import Config, ModelConfig, RunConfig, TrainConfig
 from dist import run_folder
 from tests.dist.states import Warnings, attempt
 from tests.spawn import run_ranks

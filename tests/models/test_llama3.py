@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common.attention import FlexAttention
 
-from conf.schema import ConfigError, ModelConfig
+from conf.checks import ConfigError
+from conf.schema import ModelConfig
 from models.build import build_model
 from models.decoder import LanguageModel
 from models.init import init_weights

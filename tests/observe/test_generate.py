@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from conf.checks import ConfigError
 from conf.compose import flatten
-from conf.schema import Config, ConfigError, ModelConfig
+from conf.schema import Config, ModelConfig
 from data.tokenizer import train_sentencepiece
 from observe.generate import GenerateConfig, help_text, main, read_arguments
 from tests.spawn import run_ranks

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from conf.schema import ConfigError, LogConfig
+from conf.checks import ConfigError
+from conf.schema import LogConfig
 from observe.profiler import build_profiler, profiled_steps
 
 CPU = torch.device("cpu")
