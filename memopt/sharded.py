@@ -4,7 +4,8 @@ The update rule runs on plain tensors: views of the rows that this rank owns (``
 DTensors named ``<parameter>.<state>``. Every optimizer of the trainer follows the methods of ``StateOptimizer``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -36,8 +37,28 @@ class StateOptimizer(Protocol):
     def state_tensors(self) -> dict[str, Tensor]:
         """Name -> live state tensor: DTensors, or plain tensors that are equal on all ranks. Loading writes into it."""
 
+    def loading(self, shapes: Mapping[str, Sequence[int]]) -> AbstractContextManager[dict[str, Tensor]]:
+        """Tensors for a checkpoint to fill, named as ``state_tensors``; the state once the block ends well.
+
+        ``shapes``: name -> global shape of every saved tensor, for rules whose state depends on what was seen.
+        """
+        ...
+
     def state_bytes(self) -> int:
-        """Bytes of state that this rank holds, every tensor counted."""
+        """Bytes of state that this rank holds, every tensor counted; an upper bound unless ``state_is_final``."""
+
+    @property
+    def state_is_final(self) -> bool:
+        """Whether ``state_bytes`` is exact and stays as it is."""
+
+    def transient_bytes(self) -> int:
+        """Bytes that a step allocates beyond parameters, gradients and state, and frees again: an upper bound."""
+
+    def periodic_bytes(self) -> int:
+        """The same for the steps that do more: the first one, and those of a refresh or measurement."""
+
+    def gauges(self) -> dict[str, float | None]:
+        """What the rule reports of the steps since the last call, over all ranks. Collective."""
 
 
 class ShardedOptimizer:
@@ -74,6 +95,7 @@ class ShardedOptimizer:
         self._inner = inner(inner_groups, **options)
         self._state_names = state_names
         self._counts_steps = counts_steps
+        self._fused = bool(options.get("fused"))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -118,6 +140,10 @@ class ShardedOptimizer:
                 tensors[f"{name}.step"] = state["step"]
         return tensors
 
+    @contextmanager
+    def loading(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[dict[str, Tensor]]:
+        yield self.state_tensors()
+
     def state_bytes(self) -> int:
         self.init_state()
         return sum(
@@ -126,3 +152,18 @@ class ShardedOptimizer:
             for value in state.values()
             if isinstance(value, Tensor)
         )
+
+    @property
+    def state_is_final(self) -> bool:
+        return True
+
+    def transient_bytes(self) -> int:
+        # the kernels of torch's rules work in place, foreach ones need a copy of every gradient
+        foreach = 0 if self._fused else sum(owned.nbytes for owned in self._owned.values())
+        return foreach + layout.gather_bytes(list(self._parameters.values()))
+
+    def periodic_bytes(self) -> int:
+        return self.transient_bytes()
+
+    def gauges(self) -> dict[str, float | None]:
+        return {}

@@ -8,7 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from conf.schema import AdamWConfig, ConfigError, ScheduleConfig, SGDConfig
+from conf.checks import ConfigError
+from conf.optimizers import AdamWConfig, SGDConfig
+from conf.schema import ScheduleConfig
 from memopt import layout
 from memopt.build import build_optimizer, decayed_names, lr_factor
 from tests.spawn import run_ranks
