@@ -30,14 +30,15 @@ import torch
 from torch import Tensor
 
 from conf import compose, rules
-from conf.schema import Config, ConfigError
+from conf.checks import ConfigError
+from conf.schema import Config
 from data.loader import Data, Loader, eval_batches, identity_changes, open_data
 from data.samples import IGNORE, Batch
 from dist import agree, parallel
 from dist.checkpoint import Checkpointer
 from dist.ending import fail
 from dist.group import choose_device, process_group
-from dist.reduce import clip_, global_sums, global_token_count, squared_norm_share
+from dist.reduce import check_presence, clip_, global_sums, global_token_count, squared_norm_share
 from dist.run_folder import agree_run_folder, write_status
 from memopt.build import build_optimizer, decayed_names, lr_factor
 from memopt.sharded import StateOptimizer
@@ -198,7 +199,9 @@ def train_step(run: Run) -> dict[str, Any]:
 
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     with meter.phase("reduce"):
-        total, squared = global_sums(summed, squared_norm_share(gradients))
+        held = summed.new_tensor(len(gradients))
+        total, squared, held_everywhere = global_sums(summed, squared_norm_share(gradients), held)
+        check_presence(len(gradients), held_everywhere)
         step_tokens = int(count)
     loss_value, norm = total / step_tokens, math.sqrt(squared)
     lr = config.optimizer.lr * lr_factor(config.schedule, step, config.train.steps)
@@ -221,6 +224,7 @@ def train_step(run: Run) -> dict[str, Any]:
         "data_wait_seconds": run.loader.wait_seconds,
         "skipped": not finite,
         "memory": memory_usage(run.device),
+        **({"optimizer": run.optimizer.gauges()} if step % config.log.interval == 0 else {}),
     }
 
 
@@ -279,8 +283,13 @@ def note_skip(run: Run, finite: bool, loss: float, norm: float) -> None:
 
 def tensors_of(model: LanguageModel, optimizer: StateOptimizer) -> dict[str, Tensor]:
     """Everything of a run that a checkpoint holds as tensors, by name."""
+    return named_tensors(model, optimizer.state_tensors())
+
+
+def named_tensors(model: LanguageModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights and optimizer state under the names that a checkpoint has them by."""
     weights = {f"model.{name}": parameter.detach() for name, parameter in named_parameters(model).items()}
-    return weights | {f"optimizer.{name}": tensor for name, tensor in optimizer.state_tensors().items()}
+    return weights | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
 
 def save(run: Run) -> None:
@@ -310,7 +319,9 @@ def resume(
             f"the checkpoint of step {step} was trained on other data: {'; '.join(changes)}. "
             "Restore that data, or set another run.dir to start anew."
         )
-    checkpointer.load(step, tensors_of(model, optimizer))
+    shapes = {name: entry.shape for name, entry in checkpointer.read_manifest(step).tensors.items()}
+    with optimizer.loading({name.removeprefix("optimizer."): shape for name, shape in shapes.items()}) as state:
+        checkpointer.load(step, named_tensors(model, state))
     return meta
 
 

@@ -3,8 +3,9 @@
 One dataclass per section; the string under a field is its documentation (``train.py --help`` prints it). The YAML
 groups beside this file (``model/``, ``optimizer/``, ``parallel/``, ``data/``, ``log/``, ``experiment/``) only choose
 values: one file is one choice, and anyone may add one. Rules on a single key are in ``__post_init__`` here, rules
-that join sections in ``conf.rules``; the update rules' own sections in ``conf.optimizers``. ``conf.compose`` turns a command line into a ``Config``; no ``DictConfig``
-travels further than that. Nothing here imports torch: a wrong key fails before it would be loaded.
+that join sections in ``conf.rules``; the update rules' own sections in ``conf.optimizers``. ``conf.compose`` turns a
+command line into a ``Config``; no ``DictConfig`` travels further than that. Nothing here imports torch: a wrong key
+fails before it would be loaded.
 """
 
 from dataclasses import dataclass, field

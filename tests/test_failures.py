@@ -36,7 +36,7 @@ def spoil(run, at: dict[int, str]) -> None:
     run.model.register_forward_hook(hook)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "gefen"])
 @pytest.mark.parametrize("world_size, layout", [(1, "fsdp"), (2, "ddp"), (3, "fsdp")])
 def test_bad_steps_are_skipped_by_all(optimizer: str, world_size: int, layout: str, tokens: Path, tmp_path: Path):
     settings = [f"parallel={layout}", f"optimizer={optimizer}", "microbatch=4", "log.interval=10"]
@@ -135,6 +135,9 @@ def break_now(run, fault: str) -> None:
         run.model.register_forward_pre_hook(broken)
     elif fault == "optimizer":
         run.optimizer.step = broken
+    elif fault == "gradient":
+        parameter = next(run.model.parameters())
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     elif fault == "loader":
         run.loader._dataset.batch = broken
     elif fault.startswith("exit"):
@@ -163,6 +166,16 @@ def test_an_error_on_one_rank_ends_all_and_is_told_once(
         assert not any(tmp_path.iterdir()), "no folder is filled for a run that cannot read its data"
     else:
         assert json.loads((tmp_path / "status.json").read_text())["outcome"] == "failed"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "gefen"])
+@pytest.mark.parametrize("layout", ["fsdp", "ddp"])
+def test_a_gradient_that_one_rank_lacks_ends_all(optimizer: str, layout: str, tokens: Path, tmp_path: Path):
+    """An update that sums over ranks would wait for ever, or add what does not belong together."""
+    arguments = ["data=tokens", f"data.path={tokens}", f"run.dir={tmp_path}", "train.steps=1000", f"parallel={layout}"]
+    ended = fork_train(2, [*arguments, f"optimizer={optimizer}"], lambda: break_last_rank("gradient"))
+    assert ended.statuses == [1, 1], ended.errors
+    assert len(ended.messages()) == 1 and "has gradients of" in ended.messages()[0], ended.errors
 
 
 def test_an_error_that_nobody_can_read_ends_the_run_all_the_same(tokens: Path, tmp_path: Path):

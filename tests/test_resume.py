@@ -42,6 +42,36 @@ def test_same_ranks_bit_for_bit(world_size: int, layout: str, async_save: str, t
 
 
 @pytest.mark.parametrize(
+    "optimizer, world_size, layout", [("gefen", 1, "fsdp"), ("gefen", 3, "ddp"), ("gefen_paper", 2, "fsdp")]
+)
+def test_gefen_bit_for_bit(optimizer: str, world_size: int, layout: str, tokens: Path, tmp_path: Path):
+    """Codes, codebook and learned periods come back; a momentum of other codes would show in every later loss."""
+    settings = [*SAVING, f"optimizer={optimizer}", f"parallel={layout}", "microbatch=3"]
+    unbroken = train_ranks(world_size, tokens, *settings, f"run.dir={tmp_path / 'unbroken'}")
+    for stop in ("train.stop_after=1", "train.stop_after=5", "train.steps=8"):
+        last = train_ranks(world_size, tokens, *settings, stop, f"run.dir={tmp_path / 'broken'}")
+    assert torch.equal(losses(last[0]), losses(unbroken[0])[5:])
+    for name, tensor in unbroken[0]["tensors"].items():
+        assert torch.equal(last[0]["tensors"][name], tensor), name
+    assert last[0]["tensors"]["optimizer.layers.0.attention.wo.weight.codes"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("optimizer", ["gefen", "gefen_paper"])
+def test_gefen_on_other_ranks_and_layout(optimizer: str, tokens: Path, tmp_path: Path):
+    settings = [*SAVING, f"optimizer={optimizer}"]
+    unbroken = train_ranks(1, tokens, *settings, f"run.dir={tmp_path / 'unbroken'}")[0]
+    folder, records = f"run.dir={tmp_path / 'broken'}", []
+    for world_size, overrides in (
+        (2, ["parallel=fsdp", "train.stop_after=2"]),
+        (3, ["parallel=ddp", "microbatch=1", "train.stop_after=4"]),
+        (4, ["parallel=hsdp", "parallel.shard=2", "train.stop_after=6"]),
+        (1, []),
+    ):
+        records += train_ranks(world_size, tokens, *settings, *overrides, folder)[0]["records"]
+    torch.testing.assert_close(losses({"records": records}), losses(unbroken), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
     "before, after",
     [
         ((2, ["parallel=fsdp"]), (1, [])),
