@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "numpy", "sentencepiece", "tokenizers")
+PACKAGES = ("torch", "numpy", "numba", "triton", "sentencepiece", "tokenizers")
 
 
 def describe_machine() -> dict[str, Any]:
@@ -19,7 +19,7 @@ def describe_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load_average": list(os.getloadavg()),
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in PACKAGES},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
@@ -30,6 +30,13 @@ def write_result(name: str, content: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": describe_machine(), **content}, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_model() -> str | None:

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("throughput", "loader", "prepare", "checkpoint", "loss_memory")
+# bench.quality takes hours and bench.gpu_check a GPU: they are started by themselves
+BENCHMARKS = (
+    "throughput", "loader", "prepare", "checkpoint", "loss_memory", "gefen_state", "gefen_step", "codebook",
+)  # fmt: skip
 
 
 def main() -> int:
