@@ -50,7 +50,7 @@ def gefen_step(matrices: Sequence[Matrix], codebook: Codebook, rule: Rule, gauge
     def run(index: int) -> None:
         scratch = torch.empty(loops.scratch_entries(longest))
         tables = levels.data_ptr(), cells.data_ptr(), scratch.data_ptr()
-        found = loops.step_rows(table, pieces[index], rounded, rule.quantised_update, *tables, longest)
+        found = loops.step_rows(table, pieces[index], rounded, rule.quantised_update, *tables)
         largest[index], left_alone[index] = found
 
     _run_all(run, len(pieces))

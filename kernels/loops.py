@@ -59,25 +59,24 @@ _inlined = njit(nogil=True, error_model="numpy", forceinline=True)
 
 def scratch_entries(longest: int) -> int:
     """fp32 entries of the scratch memory of ``step_rows`` and ``count_cells``, for blocks of up to ``longest``."""
-    # a block's momentum, and half as many squares, with room for whole vectors
-    return 2 * (longest + LANES)
+    # a block's squares and then its momentum, with room for whole vectors
+    return longest + LANES
 
 
 @_compiled
-def step_rows(table, ranges, numbers, quantised, level_table, cell_table, scratch, longest):
+def step_rows(table, ranges, numbers, quantised, level_table, cell_table, scratch):
     """The step on ranges of rows: (n, 3) int64, matrix, first row, row after the last.
 
     Args:
         table: ``MATRIX`` records.
         numbers: one record of ``Rule.numbers()`` in fp32.
         level_table, cell_table: addresses of the tables of ``kernels.lanes``.
-        scratch: address of ``scratch_entries(longest)`` fp32.
+        scratch: address of ``scratch_entries`` fp32.
 
     Returns:
         The largest update, and the number of blocks left alone.
     """
     rule = numbers[0]
-    squares = scratch + 4 * (longest + LANES)
     largest, left_alone = _ZERO, 0
     for index in range(len(ranges)):
         matrix = table[ranges[index, 0]]
@@ -86,7 +85,7 @@ def step_rows(table, ranges, numbers, quantised, level_table, cell_table, scratc
         for number in range(ranges[index, 1] * blocks, ranges[index, 2] * blocks):
             block = _find_block(matrix, number, column)
             v, scale = matrix.v + 4 * number, matrix.scale + 4 * number
-            update = _step_block(block, v, scale, rule, quantised, level_table, cell_table, scratch, squares)
+            update = _step_block(block, v, scale, rule, quantised, level_table, cell_table, scratch)
             if update < 0:
                 left_alone += 1
             elif update > largest or update != update:
@@ -168,12 +167,12 @@ def _find_block(matrix, number, column):
 
 
 @_inlined
-def _step_block(block, v, scale, rule, quantised, level_table, cell_table, u, squares):
+def _step_block(block, v, scale, rule, quantised, level_table, cell_table, u):
     """The largest update of the block, or a negative number if it was left alone.
 
-    ``v`` and ``scale`` are addresses of the block's own; ``u`` is what is coded, the scaled momentum.
+    Addresses: ``v`` and ``scale`` of the block's own, ``u`` of scratch memory for what is coded, the scaled momentum.
     """
-    total = _fold_squares(block, squares)
+    total = _fold_squares(block, u)
     if not np.isfinite(total):
         return _LEFT_ALONE
     largest = _move_momentum(block, read(scale) if block.codes else _ONE, rule, level_table, u)

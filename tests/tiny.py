@@ -4,6 +4,7 @@ Runs are deterministic, which also makes torch fill new memory with NaN: a read 
 has widths that 2, 3 and 4 ranks do not divide, so that shards differ.
 """
 
+import functools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import train  # here, not in the ranks: forked processes share what is imported
 from conf import compose
 from conf.command import read_command_line
 from dist.run_folder import agree_run_folder
+from memopt import Gefen
 from tests.spawn import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +63,19 @@ def prepare_tokens(folder: Path) -> Path:
 
 def train_ranks(world_size: int, tokens: Path, *overrides: str, hook: Any = None) -> list[dict[str, Any]]:
     """Train TINY on ``tokens`` in ``world_size`` processes; each rank's ``train_here`` result."""
+    prepare_to_fork(overrides)
     return run_ranks(world_size, _train_rank, str(tokens), overrides, hook)
+
+
+def prepare_to_fork(overrides: Sequence[str]) -> None:
+    """Compile here what the ranks run: forked processes have it then, and each would take seconds for it."""
+    if any("gefen" in override for override in overrides):
+        _compile_gefen()
+
+
+@functools.cache
+def _compile_gefen() -> None:
+    Gefen([torch.nn.Parameter(torch.zeros(2, 2))]).init_state()
 
 
 def _train_rank(rank: int, world_size: int, tokens: str, overrides: tuple[str, ...], hook: Any) -> dict[str, Any]:
@@ -139,6 +153,7 @@ def fork_train(processes: int, arguments: list[str], change: Callable[[], None] 
     ``change`` is called in each process before. A process that is still there 30 s after the first one ended is killed
     and its status is None.
     """
+    prepare_to_fork(arguments)
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

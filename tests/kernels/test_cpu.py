@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -103,6 +105,25 @@ def test_state_of_any_size():
             if matrix.scale is not None:
                 matrix.scale.fill_(scale)
         check_step(matrices, message=f"scale={scale}, v={v}")
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_momenta_below_the_smallest_scale(quantised: bool):
+    matrices = [matrix for matrix in draw_kinds(2, 70, 70) if matrix.scale is not None]
+    for matrix, value in itertools.product(matrices, (1e-45, 1e-40, 1e-38, 2e-38)):
+        matrix.grad.fill_(value)
+        matrix.scale.fill_(value)
+        check_step([matrix], replace(RULE, quantised_update=quantised), message=str(value))
+
+
+def test_a_momentum_that_has_no_codes_is_left_alone():
+    matrix = draw_matrix(2, 70, 70, factored=True)
+    matrix.scale[0] = math.inf
+    after, gauges = clone(matrix), Gauges.zeros(CPU)
+    cpu.gefen_step([after], CODEBOOK, RULE, gauges)
+    assert_same_bits(cut_rows(after, 0, 1), cut_rows(matrix, 0, 1))
+    assert not torch.equal(after.param[1], matrix.param[1])
+    assert gauges.nonfinite_blocks.item() == 1 and gauges.max_update.isfinite()
 
 
 def test_the_first_steps():
@@ -224,6 +245,7 @@ def test_cells_are_counted(shape: tuple[int, int, int]):
     for matrix in matrices[1:]:
         matrix.grad[:1, :1] = math.nan
         matrix.grad[1:2] = 0
+        matrix.grad[2:3, -1:] = math.inf
     assert torch.equal(cpu.code_histogram(matrices), reference.code_histogram(matrices))
 
 
@@ -234,16 +256,32 @@ def test_several_threads_of_python_at_once(small_pieces: list[Matrix]):
             future.result()
 
 
-def test_an_error_of_a_thread_is_raised(threads: None):
+def test_what_other_threads_do_is_waited_for(threads: None):
     torch.set_num_threads(3)
+    barrier, done = threading.Barrier(3), []
 
-    def fail(index: int) -> None:
-        if index == 5:
+    def run(index: int) -> None:
+        # each thread has one
+        barrier.wait(30)
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.05)
+        done.append(index)
+
+    cpu._run_all(run, 3)
+    assert sorted(done) == [0, 1, 2]
+
+
+def test_an_error_of_another_thread_is_raised(threads: None):
+    torch.set_num_threads(2)
+    barrier = threading.Barrier(2)
+
+    def run(index: int) -> None:
+        barrier.wait(30)
+        if threading.current_thread() is not threading.main_thread():
             raise ZeroDivisionError
 
-    for _ in range(5):
-        with pytest.raises(ZeroDivisionError):
-            cpu._run_all(fail, 6)
+    with pytest.raises(ZeroDivisionError):
+        cpu._run_all(run, 2)
 
 
 def test_a_fork_has_threads_of_its_own(small_pieces: list[Matrix]):
@@ -255,6 +293,7 @@ def test_a_fork_has_threads_of_its_own(small_pieces: list[Matrix]):
         cpu.gefen_step(small_pieces, CODEBOOK, RULE, Gauges.zeros(CPU))
         for actual, matrix in zip(small_pieces, expected, strict=True):
             assert_same_bits(actual, matrix)
+        assert threading.active_count() > 1
 
     child = multiprocessing.get_context("fork").Process(target=step_in_child)
     child.start()
