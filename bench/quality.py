@@ -25,7 +25,8 @@ from bench.machine import write_result
 
 FOLDER = Path("outputs/quality")
 STEPS = 400
-BRACKET = ("1e-3", "2e-3", "4e-3")
+# the same for every arm, wide enough that the best is inside
+BRACKETS = {"llama": ("1e-3", "2e-3", "4e-3"), "gpt2": ("1e-3", "2e-3", "4e-3", "8e-3")}
 SEEDS = (0, 1, 2)
 # held-out loss that the default may be worse than AdamW, each at its best
 MARGIN = 0.02
@@ -88,7 +89,7 @@ class Trial:
 
 def bracket_trials() -> list[Trial]:
     """The runs of seed 0."""
-    brackets = [Trial(model, arm, lr, 0) for model in MODELS for arm in MAIN_ARMS for lr in BRACKET]
+    brackets = [Trial(model, arm, lr, 0) for model in MODELS for arm in MAIN_ARMS for lr in BRACKETS[model]]
     others = [Trial(model, arm, lr, 0) for model, lr in ABLATIONS.items() for arm in ARMS if arm not in MAIN_ARMS]
     return brackets + others
 
@@ -104,12 +105,13 @@ def best_lr(model: str, arm: str) -> str | None:
 
     Raises ``SystemExit`` if it is at an end of the bracket, which must then be widened.
     """
-    found = {lr: Trial(model, arm, lr, 0).losses() for lr in BRACKET}
+    bracket = BRACKETS[model]
+    found = {lr: Trial(model, arm, lr, 0).losses() for lr in bracket}
     if any(losses is None for losses in found.values()):
         return None
     best = min(found, key=lambda lr: found[lr][STEPS])  # type: ignore[index]
-    if best in (BRACKET[0], BRACKET[-1]):
-        raise SystemExit(f"the best rate of {arm} on {model} is {best}, an end of the bracket {BRACKET}: widen it")
+    if best in (bracket[0], bracket[-1]):
+        raise SystemExit(f"the best rate of {arm} on {model} is {best}, an end of the bracket {bracket}: widen it")
     return best
 
 

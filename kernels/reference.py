@@ -29,8 +29,8 @@ def gefen_step(matrices: Sequence[Matrix], codebook: Codebook, rule: Rule, gauge
         param = param * (1 - lr * weight_decay) - lr * update
         scale = max |u| over the block; codes = code of the cell of u / scale
 
-    ``momentum`` in place of codes holds m. A block whose squared gradients have no finite sum is left as it is and
-    counted. A block of zeros gets scale 0.
+    ``momentum`` in place of codes holds m. A block whose squared gradients have no finite sum, or whose u cannot be
+    coded because it overflows, is left as it is and counted. A block of zeros gets scale 0.
     """
     for matrix in matrices:
         if matrix.param.numel():
@@ -65,6 +65,8 @@ def _step(matrix: Matrix, codebook: Codebook, rule: Rule, gauges: Gauges) -> Non
     scale = torch.where(largest >= TINY, largest, 0.0)
     coded = None
     if matrix.codes is not None:
+        # no code stands for what is not finite
+        finite = finite & largest.isfinite()
         shrunk = u * torch.where(largest >= TINY, 1.0 / largest, 0.0)[..., None]
         coded = codebook.codes[_cell(shrunk.where(finite[..., None], 0.0))]
         if rule.quantised_update:
@@ -145,6 +147,4 @@ def _fold(x: Tensor) -> Tensor:
 
 def _cell(x: Tensor) -> Tensor:
     # two roundings, as everywhere here; the conversion truncates
-    cells = (x * float(HALF_CELLS) + (HALF_CELLS + 0.5)).to(torch.int64)
-    # a momentum that overflows has no cell; it must not become an address
-    return cells.clamp(0, CELLS - 1)
+    return (x * float(HALF_CELLS) + (HALF_CELLS + 0.5)).to(torch.int64)

@@ -243,3 +243,16 @@ def test_codes_are_those_of_the_cells():
     assert step(before, codebook=codebook)[0].codes.tolist() == [[2, 1, 1, 1]]
     before.grad[0] = torch.tensor([2.0, 1.1, -2.0, -1.1])
     assert step(before, codebook=codebook)[0].codes.tolist() == [[2, 2, 0, 0]]
+
+
+def test_a_momentum_that_overflows_leaves_its_block_alone():
+    """It has no code; a cell that it does not have must not become an address."""
+    matrix = draw_matrix(4, 64, 16)
+    assert matrix.scale is not None and matrix.codes is not None
+    matrix.scale[1, 2] = float("inf")
+    before, gauges = clone(matrix), Gauges.zeros(torch.device("cpu"))
+    reference.gefen_step([matrix], draw_codebook(), RULE, gauges)
+    block = slice(32, 48)
+    assert torch.equal(matrix.codes[1, block], before.codes[1, block])
+    assert torch.equal(matrix.param[1, block], before.param[1, block])
+    assert gauges.nonfinite_blocks.item() == 1
