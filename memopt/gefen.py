@@ -131,10 +131,6 @@ class Gefen(torch.optim.Optimizer):
         layout.gather_updates([entry.placed for entry in active])
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set them to 0."""
-        super().zero_grad(set_to_none)
-
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step, of all groups."""
         for group in self.param_groups:
@@ -261,15 +257,22 @@ class Gefen(torch.optim.Optimizer):
                 if kept := state_dict["state"].get(index):
                     entry = self._entries[parameter]
                     states[entry] = entry.adopt(kept)
-                    levels = kept.get("levels", levels)
+                    if entry.is_matrix and entry.coded:
+                        levels = self._checked_levels(entry.name, kept.get("levels"))
         for saved, group in zip(saved_groups, self.param_groups, strict=True):
             group.update(deepcopy({key: value for key, value in saved.items() if key not in ("params", "param_names")}))
+        for entry in self._entries.values():
+            if entry not in states:
+                # as if it had never been trained, which is what was saved
+                entry.forget()
+                self.state.pop(entry.parameter, None)
         self._allocate(list(states))
         for entry, state in states.items():
             entry.install(state)
-        if levels is not None:
-            for device in self._codebooks:
-                self._set_levels(device, levels)
+        if levels is None:
+            levels = torch.zeros(self.options.levels)
+        for device in self._codebooks:
+            self._set_levels(device, levels)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -425,6 +428,15 @@ class Gefen(torch.optim.Optimizer):
     def _levels(self) -> dict[str, Tensor]:
         # equal on all devices
         return dict(zip(["codebook.levels"], (book.levels for book in self._codebooks.values()), strict=False))
+
+    def _checked_levels(self, name: str, levels: Any) -> Tensor:
+        if not isinstance(levels, Tensor) or levels.shape != (self.options.levels,):
+            found = "no levels" if levels is None else f"levels of shape {tuple(levels.shape)}"
+            raise ValueError(
+                f"the saved state of {name} has {found}, which its codes are read with; this optimizer has "
+                f"levels={self.options.levels}. Load a state made with the same levels."
+            )
+        return levels
 
     def _set_levels(self, device: torch.device, levels: Tensor) -> None:
         book = self._codebooks[device]

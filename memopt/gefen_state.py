@@ -166,10 +166,12 @@ class Entry:
         blocks = len(self.local["v"]) * (self.columns // max(1, smallest))
         return held + 4 * (blocks - self.local["v"].numel()) * (2 if self.coded else 1)
 
-    def allocate(self, period: int) -> dict[str, Tensor]:
-        """Fresh state of zeros for ``period``: the tensors as ``state`` holds them."""
+    def allocate(self, period: int, *keys: str) -> dict[str, Tensor]:
+        """Fresh state of zeros for ``period``, or of it ``keys`` as far as it has them, as ``state`` holds it."""
         owned, fresh = self.owned(), {}
         for key, (shape, dtype) in self.shapes(period).items():
+            if keys and key not in keys:
+                continue
             if key in ("step", "period"):
                 fresh[key] = torch.zeros(shape, dtype=dtype)
             elif key == "column":
@@ -187,6 +189,10 @@ class Entry:
         if self.is_matrix:
             self.period = int(self.state["period"])
 
+    def forget(self) -> None:
+        """Give up all state, as before it was allocated."""
+        self.state, self.local, self.step, self.period = {}, {}, 0, 0
+
     def count_step(self) -> None:
         """One more step."""
         self.step += 1
@@ -194,11 +200,11 @@ class Entry:
 
     def decide_period(self, period: int) -> None:
         """Fix the period; nothing but zeros has been seen, so that nothing is to be carried over."""
-        fresh = self.allocate(period)
+        fresh = self.allocate(period, "v", "scale")
         self.state["period"].fill_(period)
         self.period = period
-        self.state.update({key: fresh[key] for key in ("v", "scale") if key in fresh})
-        self.local.update({key: layout.local_rows(self.state[key]) for key in ("v", "scale") if key in fresh})
+        self.state.update(fresh)
+        self.local.update({key: layout.local_rows(value) for key, value in fresh.items()})
 
     def shaped_like(self, v_shape: tuple[int, ...]) -> dict[str, Tensor]:
         """State to load into where the saved ``v`` has ``v_shape``: live tensors, new ones if the period differs."""
@@ -209,8 +215,7 @@ class Entry:
         if not blocks or self.columns % blocks:
             # no period gives this: the comparison of shapes will say so
             return state
-        fresh = self.allocate(self.columns // blocks)
-        return state | {key: fresh[key] for key in ("v", "scale") if key in fresh}
+        return state | self.allocate(self.columns // blocks, "v", "scale")
 
     def adopt(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         """Copies of ``saved`` state laid out for this parameter; nothing live is touched.

@@ -186,6 +186,8 @@ def test_a_state_that_does_not_fit_changes_nothing():
         ),
         ("shape", lambda state: state.update(v=torch.zeros(6, 5)), r"wide has v as \(6, 5\)"),
         ("period", lambda state: state.update(period=torch.tensor(7)), "wide"),
+        ("no levels", lambda state: state.pop("levels"), "wide has no levels"),
+        ("levels", lambda state: state.update(levels=torch.zeros(16)), r"wide has levels of shape \(16,\).*levels=256"),
     ):
         saved = copy.deepcopy(before)
         damage(saved["state"][0])
@@ -198,6 +200,22 @@ def test_a_state_that_does_not_fit_changes_nothing():
     saved["param_groups"][0]["params"] = [0, 1]
     with pytest.raises(ValueError, match="groups of"):
         optimizer.load_state_dict(saved)
+
+
+def test_a_state_of_no_step_takes_back_to_the_start():
+    parameters, fresh = named_parameters(), named_parameters()
+    optimizer = Gefen(parameters.items(), 0.01)
+    untrained = copy.deepcopy(optimizer.state_dict())
+    train(optimizer, parameters, 0, 3)
+    optimizer.load_state_dict(untrained)
+    assert not optimizer.state
+    for name, parameter in parameters.items():
+        parameter.data.copy_(fresh[name])
+    train(optimizer, parameters, 5, 7)
+    expected = Gefen(fresh.items(), 0.01)
+    train(expected, fresh, 5, 7)
+    assert all(torch.equal(parameters[name], fresh[name]) for name in fresh)
+    assert optimizer.state[parameters["wide"]]["step"] == 2
 
 
 def test_schedulers_closures_groups_and_copies():

@@ -120,7 +120,6 @@ def test_the_variants_are_told_apart():
     """The comparison above means something only if learned periods and codebooks differ from the defaults."""
     results = {variant: train_alone(variant) for variant in VARIANTS}
     assert results["paper"]["even.period"] == 12 and results["default"]["even.period"] == 96
-    assert results["peaks"]["even.period"] != results["paper"]["even.period"] or True
     assert not torch.equal(results["paper"]["codebook.levels"], results["default"]["codebook.levels"])
     assert results["fixed"]["codebook.levels"].shape == (16,)
 
