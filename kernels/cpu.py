@@ -82,19 +82,26 @@ def column_sums(grads: Sequence[Tensor]) -> list[Tensor]:
     Squares are exact, and added up in an order that depends on the shape of the gradient alone.
     """
     table = np.zeros(len(grads), loops.MATRIX)
-    for row, grad in zip(table, grads, strict=True):
-        row["grad"], row["grad_bytes"], row["columns"] = (
-            _address(grad, grad.shape, _FLOATS),
-            grad.itemsize,
-            grad.shape[1],
-        )
-    ranges = _cut([grad.shape for grad in grads], SUMMED)
-    parts = [torch.zeros(grads[index].shape[1], dtype=torch.float64) for index in ranges[:, 0]]
-    _run_all(lambda index: loops.sum_columns(table, ranges[index], parts[index].data_ptr()), len(ranges))
-    sums = [torch.zeros(grad.shape[1], dtype=torch.float64) for grad in grads]
-    for index, part in zip(ranges[:, 0], parts, strict=True):
-        sums[index] += part
-    return sums
+    shapes = [grad.shape for grad in grads]
+    for row, grad, shape in zip(table, grads, shapes, strict=True):
+        address = _address(grad, shape, _FLOATS)
+        row["grad"], row["grad_bytes"], row["columns"] = address, grad.itemsize, shape[1]
+    ranges = _cut(shapes, SUMMED)
+    widths = table["columns"][ranges[:, 0]]
+    parts = torch.zeros(int(widths.sum()), dtype=torch.float64)
+    addresses = parts.data_ptr() + 8 * (np.cumsum(widths) - widths)
+    pieces = _group(ranges, table["columns"], _piece_entries(shapes))
+    firsts = np.cumsum([0, *map(len, pieces)])
+
+    def run(index: int) -> None:
+        loops.sum_columns(table, pieces[index], addresses[firsts[index] : firsts[index + 1]])
+
+    _run_all(run, len(pieces))
+    sums: dict[int, Tensor] = {}
+    for index, part in zip(ranges[:, 0].tolist(), torch.split(parts, widths.tolist()), strict=True):
+        sums[index] = sums[index] + part if index in sums else part
+    # one without rows has no part
+    return [sums[n] if n in sums else torch.zeros(shape[1], dtype=torch.float64) for n, shape in enumerate(shapes)]
 
 
 def prepare(matrices: Sequence[Matrix]) -> None:
@@ -142,9 +149,13 @@ def _plan(matrices: Sequence[Matrix]) -> tuple[_Array, list[_Array], int]:
     matrices = [matrix for matrix in matrices if matrix.param.numel()]
     table = np.array([_describe(matrix) for matrix in matrices], loops.MATRIX)
     shapes = [matrix.param.shape for matrix in matrices]
+    entries = _piece_entries(shapes)
+    return table, _group(_cut(shapes, entries), table["columns"], entries), int(table["block"].max(initial=0))
+
+
+def _piece_entries(shapes: Sequence[torch.Size]) -> int:
     entries = sum(shape.numel() for shape in shapes)
-    ranges = _cut(shapes, max(PIECE, entries // (PIECES_A_THREAD * torch.get_num_threads())))
-    return table, _group(ranges, table["columns"]), int(table["block"].max(initial=0))
+    return max(PIECE, entries // (PIECES_A_THREAD * torch.get_num_threads()))
 
 
 def _describe(matrix: Matrix) -> tuple[int, ...]:
@@ -187,11 +198,11 @@ def _cut(shapes: Sequence[torch.Size], entries: int) -> _Array:
     return np.array(ranges, np.int64).reshape(-1, 3)
 
 
-def _group(ranges: _Array, columns: _Array) -> list[_Array]:
-    """Neighbouring ranges together until they have ``PIECE`` entries."""
+def _group(ranges: _Array, columns: _Array, entries: int) -> list[_Array]:
+    """Neighbouring ranges together until they have so many entries."""
     ends = np.cumsum((ranges[:, 2] - ranges[:, 1]) * columns[ranges[:, 0]])
-    # a piece ends before the range that reaches a multiple of PIECE
-    (lasts,) = np.nonzero(np.diff(ends // PIECE))
+    # a piece ends before the range that reaches a multiple of it
+    (lasts,) = np.nonzero(np.diff(ends // entries))
     return [piece for piece in np.split(ranges, lasts + 1) if len(piece)]
 
 

@@ -121,16 +121,18 @@ def count_cells(table, ranges, scratch, counts):
 
 
 @_compiled
-def sum_columns(table, rows, sums):
-    """Add the squared gradient of a range of rows to fp64 sums at an address."""
-    matrix = table[rows[0]]
-    width = matrix.grad_bytes * matrix.columns
-    # four rows that are far from each other: more of memory is on its way, and the sums are read and written once
-    step = (rows[2] - rows[1]) // 4
-    for row in range(rows[1], rows[1] + step):
-        _sum_rows(matrix.grad + width * row, width * step, _FOUR_ROWS, matrix.grad_bytes, matrix.columns, sums)
-    for row in range(rows[1] + 4 * step, rows[2]):
-        _sum_rows(matrix.grad + width * row, width, _ONE_ROW, matrix.grad_bytes, matrix.columns, sums)
+def sum_columns(table, ranges, sums):
+    """Add the squared gradient of each range of rows to the fp64 sums at its address in ``sums``."""
+    for index in range(len(ranges)):
+        matrix, first, last = table[ranges[index, 0]], ranges[index, 1], ranges[index, 2]
+        width = matrix.grad_bytes * matrix.columns
+        # four rows that are far from each other: more of memory is on its way, and the sums are read and written once
+        step = (last - first) // 4
+        for row in range(first, first + step):
+            address = matrix.grad + width * row
+            _sum_rows(address, width * step, _FOUR_ROWS, matrix.grad_bytes, matrix.columns, sums[index])
+        for row in range(first + 4 * step, last):
+            _sum_rows(matrix.grad + width * row, width, _ONE_ROW, matrix.grad_bytes, matrix.columns, sums[index])
 
 
 @_inlined
@@ -261,8 +263,8 @@ def _move_lanes(block, j, count, numbers, table, u, largest):
             m = m * load(block.factor + 4 * j, _FP32, count)
     else:
         m = load(block.momentum + 4 * j, _FP32, count)
-    # of the next block: this one's is in cache, its squares have been added up
-    prefetch(block.grad + block.grad_bytes * (j + max(block.p, AHEAD)), block.grad_bytes)
+    # what the next loop reads; the gradient is in cache, since its squares have been added up
+    prefetch(block.param + block.param_bytes * j, block.param_bytes)
     m = m * beta1 + gain1 * load(block.grad + block.grad_bytes * j, block.grad_bytes, count)
     if not block.codes:
         store(block.momentum + 4 * j, m, _FP32, count)
@@ -293,8 +295,9 @@ def _move_param_lanes(block, j, count, numbers, limited, u, table, coding):
     update = x * gain
     if limited:
         update = clamp(update, max_update)
+    # of the next block, which begins with its squares
+    prefetch(block.grad + block.grad_bytes * (j + block.p), block.grad_bytes)
     address = block.param + block.param_bytes * j
-    prefetch(address + block.param_bytes * AHEAD, block.param_bytes)
     param = load(address, block.param_bytes, count)
     store(address, param * decay - lr * update, block.param_bytes, count)
     if coding:

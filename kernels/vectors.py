@@ -49,8 +49,7 @@ def adam_step(
     new_p = p * number["decay"] - update * number["lr"]
     for old, new, parts in ((p, new_p, params), (m, new_m, first), (v, new_v, second)):
         flat = torch.where(kept, old, new)
-        for part, values in zip(parts, torch.split(flat, sizes), strict=True):
-            part.copy_(values.view(part.shape))
+        torch._foreach_copy_([part.view(-1) for part in parts], list(torch.split(flat, sizes)))
     gauges.max_update.copy_(torch.maximum(gauges.max_update, update.abs().amax()))
 
 

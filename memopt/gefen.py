@@ -33,7 +33,7 @@ from memopt.gefen_state import Entry
 
 _OPTIONS = tuple(field.name for field in fields(GefenOptions))
 # of fp64 and fp32 vectors of columns that a step has at a time, by entry: sums, their mean, c before and after, factors
-COLUMN_BYTES = 96
+COLUMN_BYTES = 128
 # fp32 copies of a matrix that a new period takes at a time
 REPARTITION_BYTES = 6 * 4
 _COPIED = ("options", "_backend", "_replicas", "_entries", "_codebooks", "_gauges", "_learned", "_agreement")
@@ -355,8 +355,8 @@ class Gefen(torch.optim.Optimizer):
             after = updated_columns(before, means, beta2)
             torch._foreach_copy_(columns, list(torch.split(after, lengths)))
             periods = [entry.period or entry.columns for entry in members]
-            held, _ = column_factors(before, lengths, periods)
-            _, inverse = column_factors(after, lengths, periods)
+            factors, inverses = column_factors(torch.cat([before, after]), 2 * lengths, 2 * periods)
+            held, inverse = factors[: len(before)], inverses[len(before) :]
             for entry, old, new in zip(members, torch.split(held, lengths), torch.split(inverse, lengths), strict=True):
                 found[entry.parameter] = (old if entry.coded else None, new)
         return found
