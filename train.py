@@ -40,8 +40,9 @@ from dist.ending import fail
 from dist.group import choose_device, process_group
 from dist.reduce import check_presence, clip_, global_sums, global_token_count, squared_norm_share
 from dist.run_folder import agree_run_folder, write_status
-from memopt.build import build_optimizer, decayed_names, lr_factor
+from memopt.build import build_optimizer, decayed_names, lr_factor, prepare_model
 from memopt.sharded import StateOptimizer
+from memopt.subspace import is_subspace
 from models.build import build_model
 from models.counts import count_parameters, flops_per_token
 from models.decoder import LanguageModel
@@ -117,7 +118,7 @@ def build_run(config: Config, data: Data, folder: Path, device: torch.device) ->
         env.ask_deterministic_cublas()
     torch.use_deterministic_algorithms(settings.deterministic)
     model = build_sharded_model(config, device)
-    optimizer = build_optimizer(config.optimizer, named_parameters(model))
+    optimizer = build_optimizer(config.optimizer, named_parameters(model), model)
     optimizer.init_state()
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save)
     meta = resume(config, checkpointer, model, optimizer, data)
@@ -143,14 +144,16 @@ def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
     """The model with its initial weights, sharded as ``parallel`` says."""
     settings = config.train
     low_precision = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
+    compute_dtype = torch.bfloat16 if low_precision else torch.float32
     model = build_model(
         config.model, settings.seq_len, device.type, config.data.document_mask, loss_chunk=settings.loss_chunk
     )
+    prepare_model(config.optimizer, model, compute_dtype)
     parallel.apply_parallel(
         model,
         parallel.build_mesh(config.parallel, env.world_size(), device.type),
         config.parallel,
-        compute_dtype=torch.bfloat16 if low_precision else torch.float32,
+        compute_dtype=compute_dtype,
         activation_checkpoint=config.activation_checkpoint,
         compile_blocks=settings.compile,
     )
@@ -288,8 +291,13 @@ def tensors_of(model: LanguageModel, optimizer: StateOptimizer) -> dict[str, Ten
 
 def named_tensors(model: LanguageModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights and optimizer state under the names that a checkpoint has them by."""
-    weights = {f"model.{name}": parameter.detach() for name, parameter in named_parameters(model).items()}
+    weights = {f"model.{name}": parameter.detach() for name, parameter in weights_of(model).items()}
     return weights | {f"optimizer.{name}": tensor for name, tensor in state.items()}
+
+
+def weights_of(model: LanguageModel) -> dict[str, Tensor]:
+    """The weights by canonical name; B of a projected layer is none."""
+    return {name: parameter for name, parameter in named_parameters(model).items() if not is_subspace(name)}
 
 
 def save(run: Run) -> None:
@@ -329,7 +337,7 @@ def describe(
     config: Config, folder: Path, device: torch.device, model: LanguageModel, accumulation: int
 ) -> dict[str, Any]:
     """What the head of the log says."""
-    parameters = named_parameters(model)
+    parameters = weights_of(model)
     decayed = decayed_names(config.optimizer.decay, parameters)
     return {
         "folder": str(folder),

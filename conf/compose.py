@@ -40,6 +40,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "optimizer": {
         "adamw_schema": optimizers.AdamWConfig,
         "gefen_schema": optimizers.GefenConfig,
+        "rso_schema": optimizers.RSOConfig,
         "sgd_schema": optimizers.SGDConfig,
     },
     "parallel": {"schema": schema.ParallelConfig},

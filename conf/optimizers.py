@@ -10,7 +10,7 @@ class OptimizerConfig:
     """The update rule. Each rule adds its own keys, so that a key it does not read is an error."""
 
     name: str = "???"
-    """The rule: ``adamw``, ``sgd`` or ``gefen``. Chosen with ``optimizer=adamw``."""
+    """The rule: ``adamw``, ``sgd``, ``gefen`` or ``rso``. Chosen with ``optimizer=adamw``."""
     lr: float = 1e-3
     """Peak learning rate; ``schedule`` scales it."""
     weight_decay: float = 0.0
@@ -123,6 +123,60 @@ class GefenConfig(OptimizerConfig):
             above("optimizer.max_update", self.max_update, 0)
         at_least("optimizer.refresh", self.refresh, 0)
         at_least("optimizer.drift_interval", self.drift_interval, 0)
+
+
+@dataclass
+class RSOConfig(OptimizerConfig):
+    """RSO (arXiv 2502.07222): linear layers train in a random subspace of their input, which changes now and then.
+
+    A layer keeps ``rank`` numbers a token for backward instead of its input, and gradients and state of rank columns.
+    """
+
+    name: str = "rso"
+    """The rule."""
+    rank: int | None = None
+    """Dimensions of a subspace; null: a quarter of each layer's input. A layer whose input is not wider stays dense."""
+    projection: str = "coordinate"
+    """``coordinate`` (columns of the unit matrix), ``haar`` (a random rotation's) or ``gaussian``."""
+    layers: list[str] = field(default_factory=list)
+    """Shell patterns of the linear layers that are projected, e.g. ``['layers.*.attention.*']``. Empty: all but the
+    head. A pattern that matches no linear layer is an error."""
+    interval: int = 100
+    """Optimizer steps in one subspace."""
+    moments: str = "reset"
+    """What becomes of the moments of projected layers at a new subspace: ``reset`` or ``keep``."""
+    inner: str = "adamw"
+    """The rule in the subspace: ``adamw``, ``gefen`` or ``sgd``."""
+    dense: str = "adamw"
+    """The rule of everything else (embedding, head, norms, biases): ``adamw`` or ``gefen``."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Decay rates of the first and second moment, of adamw and gefen."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    momentum: float = 0.0
+    """Momentum of inner=sgd."""
+    lr_scale: float = 1.0
+    """Factor of the learning rate of projected layers."""
+    warmup: int = 0
+    """Steps after a change of subspace over which that learning rate rises to its value."""
+    seed: int = 0
+    """Of the subspaces: with a layer's name and the number of the subspace it gives the same one again."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choice("optimizer.name", self.name, ("rso",))
+        choice("optimizer.projection", self.projection, ("coordinate", "haar", "gaussian"))
+        choice("optimizer.moments", self.moments, ("reset", "keep"))
+        choice("optimizer.inner", self.inner, ("adamw", "gefen", "sgd"))
+        choice("optimizer.dense", self.dense, ("adamw", "gefen"))
+        at_least("optimizer.rank", self.rank, 1)
+        at_least("optimizer.interval", self.interval, 1)
+        at_least("optimizer.warmup", self.warmup, 0)
+        above("optimizer.lr_scale", self.lr_scale, 0)
+        above("optimizer.eps", self.eps, 0)
+        _check_betas(self.betas)
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum={self.momentum} must lie in [0, 1). Set for example 0.9.")
 
 
 def _check_betas(betas: list[float]) -> None:

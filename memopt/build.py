@@ -4,55 +4,86 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from conf.checks import ConfigError
-from conf.optimizers import AdamWConfig, GefenConfig, OptimizerConfig, SGDConfig
+from conf.optimizers import GefenConfig, OptimizerConfig, RSOConfig
 from conf.schema import ScheduleConfig
-from memopt.sharded import ShardedOptimizer, StateOptimizer
+from memopt import subspace
+from memopt.rules import build_rule
+from memopt.sharded import StateOptimizer
 
 
-def build_optimizer(config: OptimizerConfig, named_parameters: Mapping[str, Tensor]) -> StateOptimizer:
+def prepare_model(config: OptimizerConfig, model: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Give a model, not yet sharded or wrapped, the layers that the optimizer needs. Raises ``ConfigError``."""
+    if isinstance(config, RSOConfig):
+        try:
+            subspace.convert(
+                model, rank=config.rank, projection=config.projection, layers=config.layers, dtype=compute_dtype
+            )
+        except ValueError as error:
+            raise ConfigError(f"optimizer: {error}") from None
+
+
+def build_optimizer(
+    config: OptimizerConfig, named_parameters: Mapping[str, Tensor], model: nn.Module | None = None
+) -> StateOptimizer:
     """The optimizer that ``config`` names over canonical name -> parameter; frozen parameters are left out.
 
-    Raises ``ConfigError`` when a pattern of ``optimizer.decay`` matches no parameter, or the rule cannot take one.
+    ``model`` has the parameters; rso needs it. Raises ``ConfigError`` when a pattern of ``optimizer.decay`` matches no
+    parameter, or the rule cannot take one.
     """
+    if isinstance(config, RSOConfig):
+        assert model is not None
+        return _build_rso(config, named_parameters, model)
     trainable = {name: tensor for name, tensor in named_parameters.items() if tensor.requires_grad}
     decayed = decayed_names(config.decay, trainable)
-    groups: list[dict[str, Any]] = [
+    groups = [
         {
             "named_parameters": {name: trainable[name] for name in trainable if (name in decayed) == chosen},
             "weight_decay": config.weight_decay if chosen else 0.0,
         }
         for chosen in (True, False)
     ]
-    groups = [group for group in groups if group["named_parameters"]]
-    match config:
-        case AdamWConfig():
-            options = {"lr": config.lr, "betas": tuple(config.betas), "eps": config.eps, "fused": True}
-            moments = ("exp_avg", "exp_avg_sq")
-            return ShardedOptimizer(groups, torch.optim.AdamW, state_names=moments, counts_steps=True, options=options)
-        case SGDConfig():
-            options = {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov}
-            buffers = ("momentum_buffer",) if config.momentum else ()
-            return ShardedOptimizer(groups, torch.optim.SGD, state_names=buffers, counts_steps=False, options=options)
-        case GefenConfig():
-            # imports numba, which other rules do without
-            from memopt.gefen import Gefen
+    own = {field.name for field in dataclasses.fields(config)} - {"decay", "name"}
+    if not isinstance(config, GefenConfig):
+        own -= {"weight_decay"}
+    try:
+        return build_rule(config.name, groups, **{key: getattr(config, key) for key in own})
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}") from None
 
-            own = {field.name for field in dataclasses.fields(config)} - {"decay", "name"}
-            named = [
-                {"params": list(group["named_parameters"].items()), "weight_decay": group["weight_decay"]}
-                for group in groups
-            ]
-            try:
-                return Gefen(named, **{key: getattr(config, key) for key in own})
-            except ValueError as error:
-                raise ConfigError(f"optimizer: {error}") from None
-    raise AssertionError(f"no optimizer is built for {type(config).__name__}")
+
+def _build_rso(config: RSOConfig, named_parameters: Mapping[str, Tensor], model: nn.Module) -> StateOptimizer:
+    from memopt.rso import RSO
+
+    projected = {f"{name}.weight" for group in subspace.groups(model) for name in group.layers}
+    weights = {
+        name: tensor
+        for name, tensor in named_parameters.items()
+        if (tensor.requires_grad or name in projected) and not subspace.is_subspace(name)
+    }
+    adam = {"betas": config.betas, "eps": config.eps}
+    try:
+        return RSO(
+            model,
+            config.lr,
+            config.weight_decay,
+            inner=config.inner,
+            dense=config.dense,
+            interval=config.interval,
+            moments=config.moments,
+            lr_scale=config.lr_scale,
+            warmup=config.warmup,
+            seed=config.seed,
+            named_parameters=named_parameters,
+            decayed=decayed_names(config.decay, weights),
+            options={"adamw": adam, "gefen": adam, "sgd": {"momentum": config.momentum}},
+        )
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}") from None
 
 
 def decayed_names(patterns: Sequence[str], named_parameters: Mapping[str, Tensor]) -> set[str]:

@@ -10,7 +10,7 @@ keeps the block's mean (Adafactor's factoring: Shazeer and Stern, arXiv 1804.042
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import fields
@@ -139,6 +139,13 @@ class Gefen(torch.optim.Optimizer):
     def init_state(self) -> None:
         """Allocate all state and compile the kernels now; parameters, counters and random state stay as they are."""
         self._allocate([entry for entry in self._entries.values() if entry.parameter.requires_grad])
+
+    def reset(self, names: Collection[str]) -> None:
+        """Forget the moments and counters of the parameters of these names; periods and codebook stay."""
+        chosen = set(names)
+        for entry in self._entries.values():
+            if entry.name in chosen:
+                entry.clear()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Name -> live state tensor, ``<parameter>.<state>`` (``memopt.gefen_state``) and ``codebook.levels``."""

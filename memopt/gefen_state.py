@@ -193,6 +193,13 @@ class Entry:
         """Give up all state, as before it was allocated."""
         self.state, self.local, self.step, self.period = {}, {}, 0, 0
 
+    def clear(self) -> None:
+        """Moments and counter as before the first step; the period stays."""
+        for key, value in self.local.items():
+            if key != "period":
+                value.zero_()
+        self.step = 0
+
     def count_step(self) -> None:
         """One more step."""
         self.step += 1

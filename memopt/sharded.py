@@ -4,7 +4,7 @@ The update rule runs on plain tensors: views of the rows that this rank owns (``
 DTensors named ``<parameter>.<state>``. Every optimizer of the trainer follows the methods of ``StateOptimizer``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -33,6 +33,9 @@ class StateOptimizer(Protocol):
 
     def init_state(self) -> None:
         """Allocate all state now, without changing a parameter, a step counter or the random state."""
+
+    def reset(self, names: Collection[str]) -> None:
+        """Set the state of the parameters of these names back to what it was before the first step, counters too."""
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Name -> live state tensor: DTensors, or plain tensors that are equal on all ranks. Loading writes into it."""
@@ -113,6 +116,8 @@ class ShardedOptimizer:
         self.init_state()
         for name, parameter in self._parameters.items():
             grad = parameter.grad
+            # B of a projected layer has memory during a step only
+            self._owned[name].data = layout.owned_rows(parameter.detach())
             self._owned[name].grad = None if grad is None else layout.owned_rows(grad)
         self._inner.step()
         for owned in self._owned.values():
@@ -128,6 +133,11 @@ class ShardedOptimizer:
             for key in self._state_names:
                 if key not in state:
                     state[key] = torch.zeros_like(owned, memory_format=torch.preserve_format)
+
+    def reset(self, names: Collection[str]) -> None:
+        for name in names:
+            for value in self._inner.state[self._owned[name]].values():
+                value.zero_()
 
     def state_tensors(self) -> dict[str, Tensor]:
         self.init_state()

@@ -80,6 +80,9 @@ def initial_values(config: ModelConfig, name: str) -> Normal | Constant:
     """
     last = name.rpartition(".")[2]
     layer = re.match(r"layers\.(\d+)\.", name)
+    if last == "subspace":
+        # B of a layer that the optimizer projected
+        return Constant(0.0)
     if re.search(r"(^|\.)(attention_norm|ffn_norm|norm)\.weight$", name):
         return Constant(1.0)
     if last == "bias" and config.family == "gpt2":

@@ -9,6 +9,8 @@ positions).
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
+from torch import Tensor
 from torchtitan.models.common.attention import (
     FlexAttention,
     FusedQKVLinear,
@@ -38,6 +40,22 @@ class Llama3(LanguageModel, Llama3Model):
         attentions = [layer.attention for layer in self.layers.values()]
         for attention in attentions[1:]:
             attention.rope = attentions[0].rope
+
+
+class SwiGLU(FeedForward):
+    """``w2(silu(w1(x)) * w3(x))``; an optimizer may have ``w1`` and ``w3`` read their input together."""
+
+    reads_one_input = (("w1", "w3"),)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FeedForward.Config):
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        read = getattr(self.w1, "together", None)
+        gate, up = read(x, (self.w1, self.w3)) if read else (self.w1(x), self.w3(x))
+        return self.w2(F.silu(gate) * up)
 
 
 def build_llama3(config: ModelConfig, seq_len: int, document_mask: bool, loss_chunk: int) -> Llama3:
@@ -79,7 +97,7 @@ def _block(
                 dim=head_dim, max_seq_len=seq_len, theta=config.rope_theta, scaling=config.rope_scaling
             ),
         ),
-        feed_forward=FeedForward.Config(
+        feed_forward=SwiGLU.Config(
             w1=_linear(config.dim, config.hidden),
             w2=_linear(config.hidden, config.dim),
             w3=_linear(config.dim, config.hidden),
