@@ -133,6 +133,8 @@ def build_run(config: Config, data: Data, folder: Path, device: torch.device) ->
     accumulation = math.ceil(settings.global_batch / world_size / config.microbatch)
     header = describe(config, folder, device, model, accumulation)
     observer = build_observer(config, folder, rank == 0, meta["step"], header, meta.get("observer"))
+    for note in optimizer.notes():
+        observer.event("optimizer", meta["step"], **note)
     profiler = build_profiler(config.log, folder, rank, device)
     return Run(
         config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, profiler, accumulation,

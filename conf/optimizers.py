@@ -143,8 +143,14 @@ class RSOConfig(OptimizerConfig):
     head. A pattern that matches no linear layer is an error."""
     interval: int = 100
     """Optimizer steps in one subspace."""
+    stall: float | None = None
+    """Leave a subspace early when in 20 steps the norm of its gradient fell by less than this share; null: never."""
     moments: str = "reset"
     """What becomes of the moments of projected layers at a new subspace: ``reset`` or ``keep``."""
+    proximal: float = 0.0
+    """Weight of the proximal term proximal / 2 * |B|^2 of each subproblem (1 / eta in the paper); keeps B if not 0."""
+    probed: int = 1
+    """Layers whose B is kept to measure the effective rank of the update; 0: not measured."""
     inner: str = "adamw"
     """The rule in the subspace: ``adamw``, ``gefen`` or ``sgd``."""
     dense: str = "adamw"
@@ -172,6 +178,10 @@ class RSOConfig(OptimizerConfig):
         at_least("optimizer.rank", self.rank, 1)
         at_least("optimizer.interval", self.interval, 1)
         at_least("optimizer.warmup", self.warmup, 0)
+        at_least("optimizer.proximal", self.proximal, 0)
+        at_least("optimizer.probed", self.probed, 0)
+        if self.stall is not None and not 0 <= self.stall < 1:
+            raise ConfigError(f"optimizer.stall={self.stall} must lie in [0, 1). Set for example 0.01, or null.")
         above("optimizer.lr_scale", self.lr_scale, 0)
         above("optimizer.eps", self.eps, 0)
         _check_betas(self.betas)

@@ -227,6 +227,10 @@ class Gefen(torch.optim.Optimizer):
         self.init_state()
         return all(entry.period or not entry.is_matrix or not entry.columns for entry in self._entries.values())
 
+    def notes(self) -> list[dict[str, Any]]:
+        """Nothing to say."""
+        return []
+
     def gauges(self) -> dict[str, float | None]:
         """What happened since the last call, over all ranks; collective.
 

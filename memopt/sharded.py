@@ -60,6 +60,10 @@ class StateOptimizer(Protocol):
     def periodic_bytes(self) -> int:
         """The same for the steps that do more: the first one, and those of a refresh or measurement."""
 
+    def notes(self) -> list[dict[str, Any]]:
+        """What the head of a log should say of this optimizer: one set of values a line."""
+        ...
+
     def gauges(self) -> dict[str, float | None]:
         """What the rule reports of the steps since the last call, over all ranks. Collective."""
 
@@ -174,6 +178,9 @@ class ShardedOptimizer:
 
     def periodic_bytes(self) -> int:
         return self.transient_bytes()
+
+    def notes(self) -> list[dict[str, Any]]:
+        return []
 
     def gauges(self) -> dict[str, float | None]:
         return {}
