@@ -35,6 +35,18 @@ def owned_rows(tensor: Tensor) -> Tensor:
     return rows[slice(*_owned_range(len(rows), mesh, axis))]
 
 
+def first_row(tensor: Tensor) -> int:
+    """Where ``local_rows`` begin in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    first, rows = 0, tensor.shape[0]
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            start, stop = _owned_range(rows, tensor.device_mesh, axis)
+            first, rows = first + start, stop - start
+    return first
+
+
 def owned_part(whole: Tensor, parameter: Tensor) -> Tensor:
     """The rows of ``whole``, a tensor of all rows on every rank, that this rank keeps state for: a view."""
     if not isinstance(parameter, DTensor):

@@ -21,6 +21,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from memopt.rounding import round_stochastically
+
 KINDS = ("haar", "coordinate", "gaussian")
 SAMPLER_VERSION = 1
 """Raised whenever the same key gives another P; saved with the state of the optimizer."""
@@ -62,8 +64,22 @@ class Projection:
         places = (self.values, torch.arange(self.rank, device=dense.device))
         return dense.index_put_(places, dense.new_tensor(self.scale))
 
-    def merge_(self, weight: Tensor, step: Tensor, keep: float = 1.0) -> None:
-        """weight <- keep * weight + step P^T, in place: (rows, in) and (rows, r)."""
+    def merge_(self, weight: Tensor, step: Tensor, keep: float = 1.0, generator: torch.Generator | None = None) -> None:
+        """weight <- keep * weight + step P^T, in place: (rows, in) and (rows, r).
+
+        A weight in bf16 is computed in fp32 and rounded: stochastically with a ``generator``, else to the nearest.
+        """
+        if weight.dtype != torch.bfloat16:
+            self._merge(weight, step, keep)
+            return
+        # rows that take 16 MiB in fp32
+        at_once = max(1, 2**22 // max(1, weight.shape[1]))
+        for rows, part in zip(torch.split(weight, at_once), torch.split(step, at_once), strict=True):
+            wide = rows.float()
+            self._merge(wide, part, keep)
+            rows.copy_(wide if generator is None else round_stochastically(wide, generator))
+
+    def _merge(self, weight: Tensor, step: Tensor, keep: float) -> None:
         if self.kind == "coordinate":
             if keep != 1.0:
                 weight.mul_(keep)

@@ -10,6 +10,7 @@ What the paper leaves open is decided here: inner moments and their counter star
 (``moments="reset"``; ``keep`` carries them over as they are), weight decay acts on W, clipping on the gradient of B.
 """
 
+import hashlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ class RSO(torch.optim.Optimizer):
         proximal: weight of the term ``proximal / 2 * |B|^2`` of the subproblem (1 / eta in the paper); then B is kept.
         lr_scale: factor of the learning rate of projected layers.
         warmup: steps after a change of subspace over which their learning rate rises to its value.
+        rounding: of steps merged into bf16 weights: ``stochastic``, so that small ones are not lost, or ``nearest``.
         probed: number of layers whose B is kept to measure the effective rank of their update.
         seed: with the names of layers and the number of the subspace the key of every P.
         named_parameters: name -> parameter; names that do not depend on wrappers. None: those of the model.
@@ -78,18 +80,19 @@ class RSO(torch.optim.Optimizer):
         proximal: float = 0.0,
         lr_scale: float = 1.0,
         warmup: int = 0,
+        rounding: str = "stochastic",
         probed: int = 1,
         seed: int = 0,
         named_parameters: Mapping[str, Tensor] | None = None,
         decayed: Collection[str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        _check(interval, stall, moments, proximal, lr_scale, warmup)
+        _check(interval, stall, moments, proximal, lr_scale, warmup, rounding)
         self._subspaces = subspace.groups(model)
         if not self._subspaces:
             raise ValueError("no layer of the model is projected. Call RSO.convert(model) before RSO(model).")
         self._interval, self._moments, self._proximal, self._seed = interval, moments, proximal, seed
-        self._lr_scale, self._warmup = lr_scale, warmup
+        self._lr_scale, self._warmup, self._rounding = lr_scale, warmup, rounding
         self._layers = {name: layer for group in self._subspaces for name, layer in group.layers.items()}
         # parameters as they are while sharded: within a forward pass a layer has others
         self._weights = {name: layer.weight for name, layer in self._layers.items()}
@@ -277,7 +280,13 @@ class RSO(torch.optim.Optimizer):
     def _merge(self, name: str, step: Tensor, lr: float) -> None:
         decay = self.param_groups[0]["weight_decay"] if name in self._decayed else 0.0
         weight = layout.local_rows(self._weights[name].detach())
-        self._layers[name].projection.merge_(weight, step, 1.0 - lr * decay)
+        generator = None
+        if weight.dtype == torch.bfloat16 and self._rounding == "stochastic":
+            # the same on all copies of these rows
+            key = f"{self._seed} {name} {int(self._outer)} {int(self._steps)} {layout.first_row(self._weights[name])}"
+            digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+            generator = torch.Generator(weight.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        self._layers[name].projection.merge_(weight, step, 1.0 - lr * decay, generator)
 
     def _change_subspace(self) -> None:
         self._steps.zero_()
@@ -308,7 +317,9 @@ class RSO(torch.optim.Optimizer):
             yield from self._loading(rules[1:], shapes, tensors | state)
 
 
-def _check(interval: int, stall: float | None, moments: str, proximal: float, lr_scale: float, warmup: int) -> None:
+def _check(
+    interval: int, stall: float | None, moments: str, proximal: float, lr_scale: float, warmup: int, rounding: str
+) -> None:
     if interval < 1:
         raise ValueError(f"interval={interval} must be at least 1 step. Set for example 100.")
     if stall is not None and not 0 <= stall < 1:
@@ -319,6 +330,8 @@ def _check(interval: int, stall: float | None, moments: str, proximal: float, lr
         raise ValueError(f"proximal={proximal} must be >= 0. Set 0 for no such term.")
     if not lr_scale > 0:
         raise ValueError(f"lr_scale={lr_scale} must be above 0. Set for example 1.")
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(f"rounding={rounding!r} is not one of stochastic, nearest.")
     if warmup < 0:
         raise ValueError(f"warmup={warmup} must be >= 0 steps.")
 

@@ -78,6 +78,7 @@ class Values:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
+        self._before: float | None = None
         self.state = {name: layout.as_state(_zeros(layout.owned_rows(b.detach())), b) for name, b in parameters.items()}
 
     def add_to_gradients(self, weight: float) -> None:
@@ -93,7 +94,8 @@ class Values:
                 layout.local_rows(value).add_(layout.owned_rows(steps[name].detach()))
 
     def restart(self) -> None:
-        """A new subspace begins."""
+        """A new subspace begins. Collective."""
+        self._before = self.effective_rank()
         for value in self.state.values():
             layout.local_rows(value).zero_()
 
@@ -102,7 +104,10 @@ class Values:
         return sum(layout.local_rows(value).nbytes for value in self.state.values())
 
     def effective_rank(self) -> float | None:
-        """exp of the entropy of the normalised squared singular values, over r; mean over layers. Collective."""
+        """exp of the entropy of the normalised squared singular values, over r; mean over layers. Collective.
+
+        Before the first step in a subspace that of the subspace before; None where there was none.
+        """
         shares = []
         for name, value in self.state.items():
             rows = layout.local_rows(value).double()
@@ -111,7 +116,7 @@ class Values:
             if (total := found.sum()) > 0:
                 share = (found / total)[found > 0]
                 shares.append(math.exp(-(share * share.log()).sum().item()) / len(gram))
-        return sum(shares) / len(shares) if shares else None
+        return sum(shares) / len(shares) if shares else self._before
 
 
 def _zeros(rows: Tensor) -> Tensor:

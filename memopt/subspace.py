@@ -27,6 +27,7 @@ from memopt.projection import Projection, project
 
 B_NAME = "subspace"
 """Name of the parameter B of a projected layer."""
+MERGEABLE = (torch.float32, torch.float64, torch.bfloat16)
 HEAD_NAMES = ("lm_head", "head", "output", "classifier", "score", "embed_out")
 
 
@@ -141,7 +142,8 @@ def convert(
         Names of layers that were chosen but stay dense, because ``rank`` is not below their input width.
 
     Raises:
-        ValueError: a rank that is no positive integer, a pattern that matches no linear layer, a tied weight.
+        ValueError: a rank that is no positive integer, a pattern that matches no linear layer, a tied weight, a weight
+            of a type that steps cannot be merged into.
     """
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
         raise ValueError(f"rank={rank!r} must be a whole number from 1. Set for example 128, or null for in / 4.")
@@ -183,6 +185,8 @@ def together(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _convert_layer(layer: nn.Linear, name: str, projection: Projection) -> None:
+    if layer.weight.dtype not in MERGEABLE:
+        raise ValueError(f"{name}.weight is {layer.weight.dtype}. Steps are merged into fp32, fp64 or bf16 weights.")
     layer.weight.requires_grad_(False)
     b = layer.weight.new_zeros(layer.out_features, projection.rank)
     layer.register_parameter(B_NAME, nn.Parameter(b))
