@@ -1,0 +1,112 @@
+"""Held-out loss of RSO against AdamW, each at its best learning rate: ``python -m bench.rso_quality``.
+
+Forms of RSO are compared on the small setting of ``bench.trials`` (one seed, each form over a bracket of three rates);
+what wins there, and what the paper has, is run at the setting of ``bench.quality``: rank in / 4, one bracket for both
+arms with seed 0, then more seeds at each one's best rate, and one long run each. ``--jobs 2`` takes two cores,
+``--only small.*haar`` some of the runs, ``--table`` none. Results: ``bench/results/rso_quality.json``.
+"""
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from bench.machine import write_result
+from bench.trials import STEPS, Trial, best_lr, done, over_seeds, run_missing, tabulate
+
+# forms of RSO: what differs from optimizer=rso
+FORMS: dict[str, tuple[str, ...]] = {
+    "rso": (),
+    "rso-haar": ("optimizer.projection=haar",),
+    "rso-gaussian": ("optimizer.projection=gaussian",),
+    "rso-keep": ("optimizer.moments=keep",),
+    "rso-25": ("optimizer.interval=25",),
+    "rso-50": ("optimizer.interval=50",),
+    "rso-200": ("optimizer.interval=200",),
+    "rso-warmup": ("optimizer.warmup=10",),
+    "rso-half": ("optimizer.lr_scale=0.5",),
+    "rso-double": ("optimizer.lr_scale=2.0",),
+    "rso-nodecay": ("optimizer.weight_decay=0.0",),
+}
+ARMS = {
+    "adamw": ("optimizer=adamw",),
+    **{name: ("optimizer=rso", *settings) for name, settings in FORMS.items()},
+    "rso_paper": ("optimizer=rso_paper",),
+    "rso_gefen": ("optimizer=rso_gefen",),
+}
+# as wide for every arm of a model, and wide enough that the best is inside; some arms have theirs elsewhere
+SMALL_BRACKET = ("2e-3", "4e-3", "8e-3", "16e-3")
+BRACKETS = {"adamw": ("1e-3", "2e-3", "4e-3"), "rso": ("2e-3", "4e-3", "8e-3"), "rso_gefen": ("2e-3", "4e-3", "8e-3")}
+SEEDS = (0, 1, 2)
+
+
+def small(arm: str) -> list[Trial]:
+    """One form at the small setting."""
+    return [Trial("small", arm, ARMS[arm], lr, 0) for lr in SMALL_BRACKET]
+
+
+def bracket(arm: str) -> list[Trial]:
+    """One arm at the full setting, seed 0."""
+    return [Trial("llama", arm, ARMS[arm], lr, 0) for lr in BRACKETS[arm]]
+
+
+def seeds(arm: str) -> list[Trial]:
+    """One arm with all seeds at its best rate; none while that is not known."""
+    lr = best_lr(bracket(arm))
+    return [Trial("llama", arm, ARMS[arm], lr, seed) for seed in SEEDS] if lr else []
+
+
+def long(arm: str) -> list[Trial]:
+    """One arm for longer, at its best rate."""
+    lr = best_lr(bracket(arm))
+    return [Trial("long", arm, ARMS[arm], lr, 0)] if lr else []
+
+
+def plans() -> list[list[Trial]]:
+    """What is run first, and what then."""
+    return [
+        [trial for arm in ARMS for trial in small(arm)],
+        [trial for arm in BRACKETS for trial in bracket(arm)],
+        [trial for arm in BRACKETS for trial in seeds(arm) + long(arm)],
+    ]
+
+
+def choose() -> list[dict[str, Any]]:
+    """The small setting: of each form the lowest loss of its bracket and where it is, lowest first."""
+    rows = []
+    for arm in ARMS:
+        found = {trial.lr: loss for trial in small(arm) if (loss := trial.last()) is not None}
+        if found:
+            best = min(found, key=found.__getitem__)
+            inside = len(found) == len(SMALL_BRACKET) and best not in (SMALL_BRACKET[0], SMALL_BRACKET[-1])
+            rows.append({"arm": arm, "lr": best, "loss": found[best], "inside": inside, "all": found})
+    return sorted(rows, key=lambda row: row["loss"])
+
+
+def main() -> None:
+    """Run what is missing, print the tables, write ``bench/results/rso_quality.json``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--only", default="", help="regular expression on the run's folder name")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    arguments = parser.parse_args()
+    for number in range(3):
+        if not arguments.table:
+            # a later plan needs the results of those before
+            run_missing(plans()[number], arguments.jobs, arguments.only)
+    console = Console(width=110)
+    runs = done(trial for plan in plans() for trial in plan)
+    console.print(tabulate([run for run in runs if run["model"] != "small"]))
+    chosen = choose()
+    for row in chosen:
+        losses = ", ".join(f"{lr}: {loss:.3f}" for lr, loss in row["all"].items())
+        console.print(f"{row['arm']:14} {row['loss']:.3f} at {row['lr']:5} ({losses})")
+    verdicts = {arm: over_seeds(seeds(arm)) for arm in BRACKETS}
+    for arm, verdict in verdicts.items():
+        console.print(arm, verdict)
+    result = {"steps": STEPS, "small": chosen, "runs": runs, "verdicts": verdicts}
+    console.print(f"written to {write_result('rso_quality', result)}")
+
+
+if __name__ == "__main__":
+    main()
