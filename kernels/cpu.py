@@ -8,11 +8,12 @@ several threads of python.
 The loops read a table of addresses, the same for matrices of all types, so that there is one signature to compile.
 """
 
+import contextlib
 import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -48,14 +49,14 @@ def gefen_step(matrices: Sequence[Matrix], codebook: Codebook, rule: Rule, gauge
     largest, left_alone = np.zeros(len(pieces), np.float32), np.zeros(len(pieces), np.int64)
 
     def run(index: int) -> None:
-        scratch = torch.empty(loops.scratch_entries(longest))
+        scratch = _scratch(longest)
         tables = levels.data_ptr(), cells.data_ptr(), scratch.data_ptr()
         found = loops.step_rows(table, pieces[index], rounded, rule.quantised_update, *tables)
         largest[index], left_alone[index] = found
 
     _run_all(run, len(pieces))
     if pieces:
-        gauges.max_update.copy_(torch.maximum(gauges.max_update, torch.tensor(largest.max())))
+        gauges.max_update.copy_(torch.maximum(gauges.max_update, gauges.max_update.new_tensor(float(largest.max()))))
         gauges.nonfinite_blocks.add_(int(left_alone.sum()))
 
 
@@ -66,7 +67,7 @@ def code_histogram(matrices: Sequence[Matrix]) -> Tensor:
     counts, lock = np.zeros(CELLS, np.int64), threading.Lock()
 
     def run(index: int) -> None:
-        scratch, found = torch.empty(loops.scratch_entries(longest)), np.zeros(CELLS, np.int64)
+        scratch, found = _scratch(longest), np.zeros(CELLS, np.int64)
         loops.count_cells(table, pieces[index], scratch.data_ptr(), found)
         with lock:
             np.add(counts, found, out=counts)
@@ -88,7 +89,7 @@ def column_sums(grads: Sequence[Tensor]) -> list[Tensor]:
         row["grad"], row["grad_bytes"], row["columns"] = address, grad.itemsize, shape[1]
     ranges = _cut(shapes, SUMMED)
     widths = table["columns"][ranges[:, 0]]
-    parts = torch.zeros(int(widths.sum()), dtype=torch.float64)
+    parts = torch.zeros(int(widths.sum()), dtype=torch.float64, device="cpu")
     addresses = parts.data_ptr() + 8 * (np.cumsum(widths) - widths)
     pieces = _group(ranges, table["columns"], _piece_entries(shapes))
     firsts = np.cumsum([0, *map(len, pieces)])
@@ -101,7 +102,7 @@ def column_sums(grads: Sequence[Tensor]) -> list[Tensor]:
     for index, part in zip(ranges[:, 0].tolist(), torch.split(parts, widths.tolist()), strict=True):
         sums[index] = sums[index] + part if index in sums else part
     # one without rows has no part
-    return [sums[n] if n in sums else torch.zeros(shape[1], dtype=torch.float64) for n, shape in enumerate(shapes)]
+    return [sums[n] if n in sums else parts.new_zeros(shape[1]) for n, shape in enumerate(shapes)]
 
 
 def prepare(matrices: Sequence[Matrix]) -> None:
@@ -134,10 +135,10 @@ def _planned_bytes(shapes: Sequence[torch.Size]) -> int:
 @functools.cache
 def _compile() -> None:
     def zeros(dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.zeros(1, 1, dtype=dtype)
+        return torch.zeros(1, 1, dtype=dtype, device="cpu")
 
     matrix = Matrix(zeros(), zeros(), zeros(), zeros(torch.uint8), zeros())
-    book = Codebook(torch.zeros(1), torch.zeros(CELLS, dtype=torch.uint8))
+    book = Codebook(zeros()[0], torch.zeros(CELLS, dtype=torch.uint8, device="cpu"))
     rule = Rule(lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, step=1)
     gefen_step([matrix], book, rule, Gauges.zeros(torch.device("cpu")))
     code_histogram([matrix])
@@ -206,8 +207,15 @@ def _group(ranges: _Array, columns: _Array, entries: int) -> list[_Array]:
     return [piece for piece in np.split(ranges, lasts + 1) if len(piece)]
 
 
+def _scratch(longest: int) -> Tensor:
+    return torch.empty(loops.scratch_entries(longest), dtype=torch.float32, device="cpu")
+
+
 def _run_all(run: Callable[[int], Any], count: int) -> None:
-    """Call ``run`` on 0 to ``count`` - 1, each once, on torch's number of threads; this thread is one of them."""
+    """Call ``run`` on 0 to ``count`` - 1, each once, on torch's number of threads; this thread is one of them.
+
+    Returns, or raises what was raised here, when no thread works on memory of the call any more.
+    """
     # next() on a range is one step under python's lock, so threads can share it
     queue = iter(range(count))
 
@@ -215,12 +223,20 @@ def _run_all(run: Callable[[int], Any], count: int) -> None:
         for index in queue:
             run(index)
 
-    others = [_pool(os.getpid()).submit(work) for _ in range(min(torch.get_num_threads(), count) - 1)]
-    work()
-    for other in others:
-        # one that has not begun would find nothing to do
-        if not other.cancel():
-            other.result()
+    others: list[Future[None]] = []
+    with contextlib.suppress(RuntimeError):
+        # refused while the interpreter ends, when this thread does it all
+        others += [_pool(os.getpid()).submit(work) for _ in range(min(torch.get_num_threads(), count) - 1)]
+    try:
+        work()
+    finally:
+        # after an interrupt the others are left nothing more to begin
+        for _ in queue:
+            pass
+        for other in others:
+            # one that has not begun would find nothing to do
+            if not other.cancel():
+                other.result()
 
 
 @functools.cache

@@ -493,6 +493,6 @@ def _launch(kernel: Any, device: torch.device, columns: _Columns, *arguments: An
 # gradients often lie where they lay a step before. a table depends on nothing but its key
 @functools.lru_cache(maxsize=TABLES)
 def _table(device: torch.device, rows: tuple[tuple[int, ...], ...]) -> Tensor:
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     # pinned, so that the copy does not wait for the kernels before it
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -94,4 +94,4 @@ class Gauges:
 
     @classmethod
     def zeros(cls, device: torch.device) -> "Gauges":
-        return cls(torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+        return cls(torch.zeros(1, dtype=torch.float32, device=device), torch.zeros(1, dtype=torch.int64, device=device))

@@ -34,6 +34,8 @@ def check_levels(levels: int) -> None:
 
     With 2 levels there is nothing between -1 and +1: momentum is then its sign times the largest of its block.
     """
+    if not isinstance(levels, int):
+        raise ValueError(f"levels={levels!r} must be a whole number. Set 256.")
     if 2 <= levels <= MAX_LEVELS and levels & (levels - 1) == 0:
         return
     below = 1 << (min(max(levels, 2), MAX_LEVELS).bit_length() - 1)
@@ -81,7 +83,7 @@ def optimal_levels(counts: Tensor, levels: int, zero: bool) -> Tensor:
     if zero and clusters:
         # never an end: every level between the ends is nearer
         found[min(range(levels), key=lambda index: (abs(found[index]), index))] = 0.0
-    return (torch.tensor(found, dtype=torch.float64) / half).to(counts.device, torch.float32)
+    return (torch.tensor(found, dtype=torch.float64, device="cpu") / half).to(counts.device, torch.float32)
 
 
 def build_codebook(levels: Tensor) -> Codebook:
@@ -96,14 +98,14 @@ def build_codebook(levels: Tensor) -> Codebook:
     if exact.any():
         # twice the middle between two levels, in cells: no rounding where a middle falls on a centre
         borders = (exact[:-1] + exact[1:]) * HALF_CELLS
-        centres = 2.0 * (torch.arange(CELLS, dtype=torch.float64) - HALF_CELLS)
+        centres = 2.0 * (torch.arange(CELLS, dtype=torch.float64, device="cpu") - HALF_CELLS)
         codes.copy_(torch.searchsorted(borders, centres))
     return Codebook(levels=levels, codes=codes)
 
 
 def prepare() -> None:
     """Compile what ``optimal_levels`` runs, which takes a few seconds."""
-    optimal_levels(torch.ones(7, dtype=torch.int64), 4, zero=False)
+    optimal_levels(torch.ones(7, dtype=torch.int64, device="cpu"), 4, zero=False)
 
 
 def _fill_gaps(found: list[float], levels: int) -> list[float]:

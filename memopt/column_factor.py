@@ -15,13 +15,19 @@ from torch import Tensor
 SMALLEST_FACTOR = 2.0**-60
 
 
-def updated_columns(columns: Tensor, means: Tensor, beta2: float) -> Tensor:
-    """c after a step: the average of ``columns`` (n,) fp32 and the column means ``means`` (n,) fp64 of g^2.
+def updated_columns(columns: Tensor, means: Tensor, lengths: Sequence[int], beta2: float, eps: float) -> Tensor:
+    """c after a step: the average of ``columns`` (n,) fp32 and the column means ``means`` (n,) fp64 of g^2 + eps^2.
 
-    A mean that is not finite leaves its column as it was.
+    eps does for a column what it does for a block: one whose gradient is below it is not scaled up to the others. A
+    mean that is not finite leaves all columns of its matrix as they were, since the codes of blocks that are left
+    alone are relative to them. ``lengths``: columns of each matrix.
     """
-    averaged = columns * beta2 + means.float() * (1.0 - beta2)
-    return averaged.where(averaged.isfinite(), columns)
+    averaged = columns * beta2 + (means + eps * eps).float() * (1.0 - beta2)
+    sizes = torch.tensor(list(lengths), device=columns.device)
+    matrix = torch.repeat_interleave(sizes, output_size=len(columns))
+    wrong = torch.zeros(len(lengths), dtype=torch.int64, device=columns.device)
+    wrong.index_add_(0, matrix, (~averaged.isfinite()).long())
+    return averaged.where(wrong[matrix] == 0, columns)
 
 
 def column_factors(columns: Tensor, lengths: Sequence[int], periods: Sequence[int]) -> tuple[Tensor, Tensor]:

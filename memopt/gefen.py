@@ -10,6 +10,7 @@ keeps the block's mean (Adafactor's factoring: Shazeer and Stern, arXiv 1804.042
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,23 +21,30 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 import kernels
 from kernels import vectors
 from kernels.gefen import CELLS, Codebook, Gauges, Matrix, Rule
-from memopt import codebook, gefen_learning, layout, partition
+from memopt import codebook, gefen_learning, gefen_memory, layout, partition
 from memopt.column_factor import column_factors, updated_columns
 from memopt.gefen_learning import grouped
-from memopt.gefen_options import GefenOptions
-from memopt.gefen_state import Entry
+from memopt.gefen_options import GefenOptions, check_numbers
+from memopt.gefen_state import Entry, check_agreement
 
 _OPTIONS = tuple(field.name for field in fields(GefenOptions))
-# of fp64 and fp32 vectors of columns that a step has at a time, by entry: sums, their mean, c before and after, factors
-COLUMN_BYTES = 128
-# fp32 copies of a matrix that a new period takes at a time
-REPARTITION_BYTES = 6 * 4
-_COPIED = ("options", "_backend", "_replicas", "_entries", "_codebooks", "_gauges", "_learned", "_agreement")
+_COPIED = (
+    "options",
+    "_backend",
+    "_process_group",
+    "_replicas",
+    "_entries",
+    "_codebooks",
+    "_gauges",
+    "_learned",
+    "_agreement",
+)
 # of one matrix: the column factor its codes were written with, and one over that of this step
 _Factors = tuple[Tensor | None, Tensor | None]
 
@@ -46,9 +54,12 @@ class Gefen(torch.optim.Optimizer):
 
     Args:
         params: parameters, (name, parameter) pairs or groups of either, as for any torch optimizer; fp32 or bf16
-            (other floating types take a slower path), of any shape. DTensors are placed Shard(0), Replicate or both.
+            (other floating types take a slower path, in fp32 too), of any shape. DTensors are placed Shard(0),
+            Replicate or both. Give parameters that a checkpoint holds names of their own.
         lr, betas, eps, weight_decay: as of AdamW; weight decay is decoupled.
-        options: fields of ``GefenOptions`` by keyword.
+        options: fields of ``GefenOptions`` by keyword. With ``partition`` paper or peaks the state has the shapes that
+            the first gradient gives it: a fresh optimizer takes a saved one by ``load_state_dict`` or ``loading``, not
+            by torch's helpers that allocate first and load then.
         process_group: ranks that hold copies of plain parameters (as under DDP): each keeps the state of a share of
             the rows and the updated rows are gathered. Without it every rank keeps all state. All ranks must step
             together, with gradients of the same parameters.
@@ -75,10 +86,11 @@ class Gefen(torch.optim.Optimizer):
             raise TypeError(f"Gefen has no option {', '.join(unknown)}; it has {', '.join(_OPTIONS)}.")
         self.options = GefenOptions(**options)
         self._backend = backend
-        self._replicas = _mesh_of(process_group)
+        self._process_group = process_group
+        self._replicas: dict[str, DeviceMesh] = {}
         self._entries: dict[Tensor, Entry] = {}
         self._codebooks: dict[torch.device, Codebook] = {}
-        self._gauges: dict[torch.device, Gauges] = {}
+        self._gauges: dict[tuple[torch.device, DeviceMesh | None], Gauges] = {}
         self._learned = False
         self._agreement: float | None = None
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
@@ -87,16 +99,14 @@ class Gefen(torch.optim.Optimizer):
         """As in torch; state for the new parameters is made at ``init_state`` or at their first step."""
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
-        group = self.param_groups[number]
-        names = group.get("param_names") or [f"parameter {n} of group {number}" for n in range(len(group["params"]))]
         try:
-            _check_numbers(group)
-            entries = [self._entry(name, parameter) for name, parameter in zip(names, group["params"], strict=True)]
-        except ValueError:
+            check_numbers(self.param_groups[number])
+            self._follow()
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._entries |= {entry.parameter: entry for entry in entries}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the gradients that are there; parameters without one are left as they are, decay included.
@@ -113,9 +123,13 @@ class Gefen(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = [entry for entry in self._entries.values() if entry.parameter.grad is not None]
+        self._follow()
+        entries = list(self._entries.values())
+        if self._process_group is not None:
+            check_agreement(entries, self._process_group)
+        active = [entry for entry in entries if entry.parameter.grad is not None]
         for entry in active:
-            if entry.parameter.grad.layout is not torch.strided:  # type: ignore[union-attr]
+            if entry.has_sparse_gradient:
                 raise ValueError(f"the gradient of {entry.name} is sparse. Gefen takes dense ones: set sparse=False.")
         self._allocate(active)
         grads = {entry.parameter: entry.owned_gradient() for entry in active}
@@ -138,6 +152,7 @@ class Gefen(torch.optim.Optimizer):
 
     def init_state(self) -> None:
         """Allocate all state and compile the kernels now; parameters, counters and random state stay as they are."""
+        self._follow()
         self._allocate([entry for entry in self._entries.values() if entry.parameter.requires_grad])
 
     def reset(self, names: Collection[str]) -> None:
@@ -148,8 +163,14 @@ class Gefen(torch.optim.Optimizer):
                 entry.clear()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Name -> live state tensor, ``<parameter>.<state>`` (``memopt.gefen_state``) and ``codebook.levels``."""
+        """Name -> live state tensor, ``<parameter>.<state>`` (``memopt.gefen_state``) and ``codebook.levels``.
+
+        Raises:
+            ValueError: two parameters have one name.
+        """
         self.init_state()
+        if repeated := {name for name, count in Counter(e.name for e in self._entries.values()).items() if count > 1}:
+            raise ValueError(f"several parameters are called {sorted(repeated)[0]}. Give each a name of its own.")
         entries = [entry for entry in self._entries.values() if entry.state]
         tensors = {
             f"{entry.name}.{key}": value for entry in entries for key, value in entry.state.items() if key != "levels"
@@ -160,10 +181,13 @@ class Gefen(torch.optim.Optimizer):
     def loading(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[dict[str, Tensor]]:
         """Tensors for a checkpoint to fill, as ``state_tensors``, with the periods of the checkpoint.
 
-        They become the state when the block is left without an exception.
+        Those whose shape fits are the live ones, so that a load which breaks off leaves a mixture: start anew then.
 
         Args:
             shapes: name -> global shape of the saved tensors: those of ``v`` tell the periods.
+
+        Raises:
+            ValueError: a period is not the one that ``partition`` and ``block`` ask for.
         """
         self.init_state()
         targets: dict[str, Tensor] = {}
@@ -171,9 +195,9 @@ class Gefen(torch.optim.Optimizer):
         for entry in self._entries.values():
             if not entry.state:
                 continue
-            states[entry] = entry.shaped_like(tuple(shapes.get(f"{entry.name}.v", ())))
+            states[entry] = entry.shaped_like(tuple(shapes.get(f"{entry.name}.v", ())), self.options)
             targets |= {f"{entry.name}.{key}": value for key, value in states[entry].items()}
-        levels = self._levels()
+        levels = {name: value.clone() for name, value in self._levels().items()}
         yield targets | levels
         for entry, state in states.items():
             entry.install(state)
@@ -196,30 +220,12 @@ class Gefen(torch.optim.Optimizer):
         of the gather.
         """
         self.init_state()
-        entries = [entry for entry in self._entries.values() if entry.state]
-        matrices = [entry for entry in entries if entry.is_matrix]
-        by_backend = grouped(matrices, self._backend_of).items()
-        kernel = max((backend.workspace_bytes(list(map(Entry.alone, part))) for backend, part in by_backend), default=0)
-        columns = COLUMN_BYTES * sum(entry.columns for entry in matrices if entry.factored)
-        flat = vectors.workspace_bytes([entry.local["m"] for entry in entries if not entry.is_matrix])
-        copies = sum(entry.copied_bytes() for entry in entries)
-        gather = layout.gather_bytes([entry.placed for entry in entries])
-        return columns + copies + max(kernel, flat, gather)
+        return gefen_memory.transient_bytes(self._held(), self._backend_of)
 
     def periodic_bytes(self) -> int:
         """The same for the first step and those that measure or change periods or codebook."""
         self.init_state()
-        matrices = [entry for entry in self._entries.values() if entry.is_matrix and entry.state]
-        owned = [len(entry.local["v"]) * entry.columns for entry in matrices]
-        learned = self.options.partition in partition.LEARNED
-        search = max(map(partition.transient_bytes, (entry.columns for entry in matrices)), default=0) if learned else 0
-        # a matrix whose period changes is whole in fp32 for a moment, momentum and second moment
-        change = REPARTITION_BYTES * max(owned, default=0) if learned and self.options.refresh else 0
-        histograms = [
-            backend.histogram_bytes(list(map(Entry.alone, part)))
-            for backend, part in grouped([entry for entry in matrices if entry.coded], self._backend_of).items()
-        ]
-        return self.transient_bytes() + int(max(search, change, *histograms, 0))
+        return gefen_memory.periodic_bytes(self._held(), self._backend_of, self.options, self.state_is_final)
 
     @property
     def state_is_final(self) -> bool:
@@ -238,13 +244,11 @@ class Gefen(torch.optim.Optimizer):
         left alone. ``period_agreement``: share of the matrices whose period was found again when it was last
         measured, None if it was not.
         """
-        meshes = list(grouped(self._entries.values(), lambda entry: entry.mesh))
         largest, blocks = 0.0, 0.0
-        for gauges in self._gauges.values():
+        for (_, mesh), gauges in self._gauges.items():
             found = torch.cat([gauges.max_update, gauges.nonfinite_blocks.float()])
-            for mesh in meshes:
-                layout.sum_over_owners(found[1:], mesh)
-                layout.sum_over_owners(found[:1], mesh, torch.distributed.ReduceOp.MAX)
+            layout.sum_over_owners(found[1:], mesh)
+            layout.sum_over_owners(found[:1], mesh, torch.distributed.ReduceOp.MAX)
             largest, blocks = max(largest, found[0].item()), blocks + found[1].item()
             gauges.max_update.zero_()
             gauges.nonfinite_blocks.zero_()
@@ -267,7 +271,7 @@ class Gefen(torch.optim.Optimizer):
             for index, parameter in zip(saved["params"], group["params"], strict=True):
                 if kept := state_dict["state"].get(index):
                     entry = self._entries[parameter]
-                    states[entry] = entry.adopt(kept)
+                    states[entry] = entry.adopt(kept, self.options)
                     if entry.is_matrix and entry.coded:
                         levels = self._checked_levels(entry.name, kept.get("levels"))
         for saved, group in zip(saved_groups, self.param_groups, strict=True):
@@ -281,7 +285,7 @@ class Gefen(torch.optim.Optimizer):
         for entry, state in states.items():
             entry.install(state)
         if levels is None:
-            levels = torch.zeros(self.options.levels)
+            levels = torch.zeros(self.options.levels, dtype=torch.float32, device="cpu")
         for device in self._codebooks:
             self._set_levels(device, levels)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -298,6 +302,28 @@ class Gefen(torch.optim.Optimizer):
         super().__setstate__(state)
         self._entries = {entry.parameter: entry for entry in self._entries.values()}
 
+    def _follow(self) -> None:
+        """Take up what has been done to groups and state, which are the user's to change as with any optimizer."""
+        entries: dict[Tensor, Entry] = {}
+        for number, group in enumerate(self.param_groups):
+            names = group.get("param_names") or ()
+            for place, parameter in enumerate(group["params"]):
+                name = names[place] if place < len(names) else f"parameter {place} of group {number}"
+                entry = self._entries.get(parameter) or self._entry(name, parameter)
+                entry.follow(self.state.get(parameter))
+                entries[parameter] = entry
+        self._entries = entries
+
+    def _mesh_of(self, device_type: str) -> DeviceMesh | None:
+        if self._process_group is None:
+            return None
+        if device_type not in self._replicas:
+            self._replicas[device_type] = DeviceMesh.from_group(self._process_group, device_type)
+        return self._replicas[device_type]
+
+    def _held(self) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.state]
+
     def _entry(self, name: str, parameter: Tensor) -> Entry:
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is {parameter.dtype}. Gefen trains floating tensors: leave it out.")
@@ -307,7 +333,7 @@ class Gefen(torch.optim.Optimizer):
         kernels.choose(self._backend, parameter.device, {parameter.dtype})
         options = self.options
         factored, coded = options.second_moment == "factored", options.momentum == "8bit"
-        entry = Entry(parameter, name, factored, coded, self._replicas)
+        entry = Entry(parameter, name, factored, coded, self._mesh_of(parameter.device.type))
         if entry.is_matrix and options.partition == "fixed":
             partition.check_block(options.block, entry.columns, name)
         return entry
@@ -342,18 +368,21 @@ class Gefen(torch.optim.Optimizer):
         if found_again:
             self._agreement = sum(found_again) / len(found_again)
         for entry, period in known:
-            if not entry.period:
-                entry.decide_period(period)
-            elif refresh and entry.period != period:
+            if entry.period == period or (entry.period and not refresh):
+                continue
+            if entry.step == 1:
+                # nothing is to be carried over
+                entry.set_period(period)
+            else:
                 gefen_learning.repartition(entry, period, self._codebook(entry.device))
 
     def _move_columns(self, entries: Sequence[Entry], grads: Mapping[Tensor, Tensor]) -> dict[Tensor, _Factors]:
         """Average this step's column means into ``column``; the factors that codes have and will have."""
-        betas = {p: group["betas"][1] for group in self.param_groups for p in group["params"]}
+        numbers = {p: (group["betas"][1], group["eps"]) for group in self.param_groups for p in group["params"]}
         found: dict[Tensor, _Factors] = {}
         # matrices of one period stand together: their factors are computed at once
         ordered = sorted(entries, key=lambda entry: entry.period)
-        for (mesh, beta2), members in grouped(ordered, lambda entry: (entry.mesh, betas[entry.parameter])).items():
+        for (mesh, (beta2, eps)), members in grouped(ordered, lambda e: (e.mesh, numbers[e.parameter])).items():
             sums: dict[Tensor, Tensor] = {}
             for backend, part in grouped(members, self._backend_of).items():
                 parts = backend.column_sums([grads[entry.parameter] for entry in part])
@@ -363,7 +392,7 @@ class Gefen(torch.optim.Optimizer):
             torch._foreach_div_(list(torch.split(means, lengths)), [float(entry.rows) for entry in members])
             columns = [entry.local["column"] for entry in members]
             before = torch.cat(columns)
-            after = updated_columns(before, means, beta2)
+            after = updated_columns(before, means, lengths, beta2, eps)
             torch._foreach_copy_(columns, list(torch.split(after, lengths)))
             periods = [entry.period or entry.columns for entry in members]
             factors, inverses = column_factors(torch.cat([before, after]), 2 * lengths, 2 * periods)
@@ -394,12 +423,14 @@ class Gefen(torch.optim.Optimizer):
         groups = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         for (index, step), members in grouped(active, lambda entry: (groups[entry.parameter], entry.step)).items():
             rule = self._rule(self.param_groups[index], step)
-            for device, part in grouped(members, lambda entry: entry.device).items():
-                gauges = self._gauges.setdefault(device, Gauges.zeros(device))
+            for (device, mesh), part in grouped(members, lambda entry: (entry.device, entry.mesh)).items():
+                gauges = self._gauges.setdefault((device, mesh), Gauges.zeros(device))
                 matrices = [entry for entry in part if entry.is_matrix and entry.columns]
                 for backend, chosen in grouped(matrices, self._backend_of).items():
                     pieces = [self._matrix(entry, grads, factors) for entry in chosen]
                     backend.gefen_step(pieces, self._codebook(device), rule, gauges)
+                    # kernels write past autograd, which must still notice that a saved weight has changed
+                    increment_version([piece.param for piece in pieces])
                     for entry, piece in zip(chosen, pieces, strict=True):
                         entry.store(piece.param)
                 flat = [entry for entry in part if not entry.is_matrix]
@@ -431,7 +462,7 @@ class Gefen(torch.optim.Optimizer):
 
     def _codebook(self, device: torch.device) -> Codebook:
         if device not in self._codebooks:
-            levels = torch.zeros(self.options.levels, device=device)
+            levels = torch.zeros(self.options.levels, dtype=torch.float32, device=device)
             # all zeros: not learned yet
             self._codebooks[device] = Codebook(levels, torch.zeros(CELLS, dtype=torch.uint8, device=device))
         return self._codebooks[device]
@@ -441,8 +472,8 @@ class Gefen(torch.optim.Optimizer):
         return dict(zip(["codebook.levels"], (book.levels for book in self._codebooks.values()), strict=False))
 
     def _checked_levels(self, name: str, levels: Any) -> Tensor:
-        if not isinstance(levels, Tensor) or levels.shape != (self.options.levels,):
-            found = "no levels" if levels is None else f"levels of shape {tuple(levels.shape)}"
+        if not isinstance(levels, Tensor) or levels.shape != (self.options.levels,) or levels.dtype != torch.float32:
+            found = "no levels" if levels is None else f"levels of shape {tuple(levels.shape)} {levels.dtype}"
             raise ValueError(
                 f"the saved state of {name} has {found}, which its codes are read with; this optimizer has "
                 f"levels={self.options.levels}. Load a state made with the same levels."
@@ -458,22 +489,3 @@ class Gefen(torch.optim.Optimizer):
     def _is_due(self, interval: int, entries: Sequence[Entry]) -> bool:
         step = max((entry.step for entry in entries), default=0)
         return interval > 0 and step > 1 and step % interval == 0
-
-
-def _mesh_of(group: torch.distributed.ProcessGroup | None) -> DeviceMesh | None:
-    if group is None:
-        return None
-    kind = "cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu"
-    return DeviceMesh.from_group(group, kind)
-
-
-def _check_numbers(group: Mapping[str, Any]) -> None:
-    lr, eps, decay, betas = float(group["lr"]), group["eps"], group["weight_decay"], group["betas"]
-    if not (math.isfinite(lr) and lr >= 0):
-        raise ValueError(f"lr={lr} must be a number >= 0. Set for example 1e-3.")
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"eps={eps} must be a number >= 0. Set for example 1e-8.")
-    if not (math.isfinite(decay) and decay >= 0):
-        raise ValueError(f"weight_decay={decay} must be a number >= 0. Set for example 0.1.")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={tuple(betas)} must be two numbers in [0, 1). Set for example (0.9, 0.95).")

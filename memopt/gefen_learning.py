@@ -51,7 +51,7 @@ def counted_cells(pieces: Iterable[tuple[Entry, ModuleType, Matrix]]) -> Tensor:
     Args:
         pieces: each matrix with its backend and what its step works on.
     """
-    counts = torch.zeros(CELLS, dtype=torch.int64)
+    counts = torch.zeros(CELLS, dtype=torch.int64, device="cpu")
     for mesh, members in grouped(pieces, lambda piece: piece[0].mesh).items():
         own = torch.zeros(CELLS, dtype=torch.int64, device=members[0][2].grad.device)
         for backend, part in grouped(members, lambda piece: piece[1]).items():
@@ -73,14 +73,16 @@ def repartition(entry: Entry, period: int, codebook: Codebook) -> None:
 
     v of a new block is the mean of v over its entries; codes are written anew, which rounds them once more.
     """
-    old, columns = entry.period, entry.columns
+    columns = entry.columns
+    # while it is undecided there is one block a row
+    old = entry.period or columns
     local = dict(entry.local)
-    factor = inverse = torch.ones((), device=local["v"].device)
+    factor = inverse = torch.ones((), dtype=torch.float32, device=local["v"].device)
     if entry.factored:
         factor, _ = column_factors(local["column"], [columns], [old])
         _, inverse = column_factors(local["column"], [columns], [period])
     v = _spread(local["v"], old, columns) * factor.square()
-    entry.decide_period(period)
+    entry.set_period(period)
     entry.local["v"].copy_(v.view(len(v), -1, period).double().mean(-1))
     if not entry.coded:
         return

@@ -1,6 +1,9 @@
 """The options of Gefen, apart from AdamW's own numbers."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from memopt import codebook, partition
 
@@ -43,8 +46,26 @@ class GefenOptions:
         codebook.check_levels(self.levels)
         if self.block is not None and self.partition != "fixed":
             raise ValueError(f"block={self.block} is read by partition='fixed' only. Set that, or no block.")
-        if self.max_update is not None and not self.max_update > 0:
+        if self.block is not None and not isinstance(self.block, int):
+            raise ValueError(f"block={self.block!r} must be a whole number. Set for example 64.")
+        if self.max_update is not None and not (isinstance(self.max_update, int | float) and self.max_update > 0):
             raise ValueError(f"max_update={self.max_update} must be above 0. Set None to cut nothing.")
         for key in ("refresh", "drift_interval"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"{key}={getattr(self, key)} must be >= 0. Set 0 for never.")
+            if not isinstance(steps := getattr(self, key), int) or steps < 0:
+                raise ValueError(f"{key}={steps} must be a whole number >= 0. Set 0 for never.")
+
+
+def check_numbers(group: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if a parameter group has a number that cannot work, or an option of the whole optimizer."""
+    own = GefenOptions.__dataclass_fields__.keys() & group.keys()
+    if own:
+        raise ValueError(f"{sorted(own)[0]} is an option of the whole optimizer, not of a group. Pass it to Gefen.")
+    lr, eps, decay, betas = float(group["lr"]), group["eps"], group["weight_decay"], group["betas"]
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"lr={lr} must be a number >= 0. Set for example 1e-3.")
+    if not (math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps={eps} must be a number >= 0. Set for example 1e-8.")
+    if not (math.isfinite(decay) and decay >= 0):
+        raise ValueError(f"weight_decay={decay} must be a number >= 0. Set for example 0.1.")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={tuple(betas)} must be two numbers in [0, 1). Set for example (0.9, 0.95).")

@@ -18,17 +18,19 @@ not wait for a device.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from kernels.gefen import Matrix
 from memopt import layout, partition
+from memopt.gefen_options import GefenOptions
 
 
 @dataclass(eq=False)
@@ -45,6 +47,8 @@ class Entry:
     """Ranks that hold copies of plain parameters and share out their state; None where each keeps all."""
     state: dict[str, Any] = field(default_factory=dict)
     """Name -> tensor, as the optimizer's ``state`` shows it; empty until it is allocated."""
+    installed: dict[str, Any] = field(default_factory=dict)
+    """``state`` as it was when ``local`` was read from it."""
     local: dict[str, Tensor] = field(default_factory=dict)
     """The rows of ``state`` that this rank owns."""
     step: int = 0
@@ -109,12 +113,21 @@ class Entry:
             inverse=factors[1],
         )
 
+    @property
+    def has_sparse_gradient(self) -> bool:
+        """Whether there is a gradient that is no dense tensor."""
+        grad = self.parameter.grad
+        return grad is not None and grad.layout is not torch.strided
+
     def owned_gradient(self) -> Tensor:
         """This rank's rows of the gradient, contiguous, shaped as ``owned``."""
         grad = self.parameter.grad
         assert grad is not None
         if not isinstance(grad, DTensor):
             return self.flat(layout.owned_part(grad, self.placed)).contiguous()
+        if isinstance(self.parameter, DTensor) and grad.placements != self.parameter.placements:
+            # a sum that is still to be made, for example
+            grad = grad.redistribute(placements=self.parameter.placements)
         return self.flat(layout.owned_rows(grad)).contiguous()
 
     def flat(self, rows: Tensor) -> Tensor:
@@ -173,7 +186,7 @@ class Entry:
             if keys and key not in keys:
                 continue
             if key in ("step", "period"):
-                fresh[key] = torch.zeros(shape, dtype=dtype)
+                fresh[key] = torch.zeros(shape, dtype=dtype, device="cpu")
             elif key == "column":
                 fresh[key] = torch.zeros(shape, dtype=dtype, device=owned.device)
             else:
@@ -184,6 +197,7 @@ class Entry:
     def install(self, state: Mapping[str, Tensor]) -> None:
         """Take ``state`` as this parameter's, and read its counters."""
         self.state.update(state)
+        self.installed = dict(self.state)
         self.local = {key: layout.local_rows(self.state[key]) for key in self.shapes(self.period)}
         self.step = int(self.state["step"])
         if self.is_matrix:
@@ -191,7 +205,19 @@ class Entry:
 
     def forget(self) -> None:
         """Give up all state, as before it was allocated."""
-        self.state, self.local, self.step, self.period = {}, {}, 0, 0
+        self.state, self.installed, self.local, self.step, self.period = {}, {}, {}, 0, 0
+
+    def follow(self, state: dict[str, Any] | None) -> None:
+        """Take up what has been done to ``state``, this parameter's entry of the optimizer's ``state``, from outside.
+
+        Tensors may have been replaced (moved away and back), and all may have been deleted, which is a new start.
+        """
+        if not state:
+            if self.state:
+                self.forget()
+        elif state is not self.state or any(self.installed.get(key) is not value for key, value in state.items()):
+            self.state = state
+            self.install({})
 
     def clear(self) -> None:
         """Moments and counter as before the first step; the period stays."""
@@ -205,16 +231,18 @@ class Entry:
         self.step += 1
         self.state["step"].fill_(self.step)
 
-    def decide_period(self, period: int) -> None:
-        """Fix the period; nothing but zeros has been seen, so that nothing is to be carried over."""
+    def set_period(self, period: int) -> None:
+        """Take another period, with second moments and scales of zeros (``gefen_learning.repartition`` fills them)."""
         fresh = self.allocate(period, "v", "scale")
         self.state["period"].fill_(period)
-        self.period = period
-        self.state.update(fresh)
-        self.local.update({key: layout.local_rows(value) for key, value in fresh.items()})
+        self.install(fresh)
 
-    def shaped_like(self, v_shape: tuple[int, ...]) -> dict[str, Tensor]:
-        """State to load into where the saved ``v`` has ``v_shape``: live tensors, new ones if the period differs."""
+    def shaped_like(self, v_shape: tuple[int, ...], options: GefenOptions) -> dict[str, Tensor]:
+        """State to load into where the saved ``v`` has ``v_shape``: live tensors, new ones if the period differs.
+
+        Raises:
+            ValueError: that period is not the one that ``options`` ask for.
+        """
         state = {key: value for key, value in self.state.items() if key != "levels"}
         if not self.is_matrix or len(v_shape) != 2 or v_shape == tuple(state["v"].shape):
             return state
@@ -222,18 +250,29 @@ class Entry:
         if not blocks or self.columns % blocks:
             # no period gives this: the comparison of shapes will say so
             return state
+        self._check_period(self.columns // blocks, options)
         return state | self.allocate(self.columns // blocks, "v", "scale")
 
-    def adopt(self, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _check_period(self, period: int, options: GefenOptions) -> None:
+        known = self.known_period(options.partition, options.block)
+        if known and period and known != period:
+            raise ValueError(
+                f"the saved state of {self.name} has blocks of {period} entries, partition={options.partition} with "
+                f"block={options.block} makes blocks of {known}. Set what it was made with."
+            )
+
+    def adopt(self, saved: Mapping[str, Any], options: GefenOptions) -> dict[str, Tensor]:
         """Copies of ``saved`` state laid out for this parameter; nothing live is touched.
 
-        Values are DTensors laid out as ours, or plain tensors of the global shape on every rank (what this rank owns
-        is then cut out of them) or, where rows are sharded, of this rank's rows.
+        Values are DTensors, or plain tensors of the global shape on every rank; what this rank owns is cut out of
+        them. Collective where DTensors are laid out otherwise than ours.
 
         Raises:
-            ValueError: a tensor is missing, too much, or of another shape or type.
+            ValueError: a tensor is missing, too much, or of another shape or type, or the period is not the one that
+                ``options`` ask for.
         """
         period = int(saved["period"]) if self.is_matrix and "period" in saved else 0
+        self._check_period(period, options)
         expected = self.shapes(period) if not period or self.columns % period == 0 else {}
         values = {key: value for key, value in saved.items() if key != "levels"}
         if problem := _misfit(expected, values):
@@ -249,9 +288,32 @@ class Entry:
             elif key == "column":
                 adopted[key] = value.to(device, copy=True)
             else:
-                rows = value.to_local() if isinstance(value, DTensor) else layout.owned_part(value, self.placed)
+                rows = layout.owned_state(value, self.placed)
                 adopted[key] = layout.as_state(rows.to(device, copy=True).contiguous(), self.placed)
         return adopted
+
+
+def check_agreement(entries: Sequence[Entry], group: torch.distributed.ProcessGroup) -> None:
+    """Raise ``ValueError`` on every rank unless all have dense gradients of the same parameters. Collective.
+
+    Rows are gathered by their place among the parameters of a step: with others on another rank they would land in
+    another parameter.
+    """
+    ranks = torch.distributed.get_world_size(group)
+    if not entries or ranks == 1:
+        return
+    # a sparse gradient counts more than all ranks have
+    held = [0 if e.parameter.grad is None else 1 + (ranks if e.has_sparse_gradient else 0) for e in entries]
+    counts = torch.tensor(held, dtype=torch.int64, device=entries[0].device)
+    torch.distributed.all_reduce(counts, group=group)
+    for entry, count in zip(entries, counts.tolist(), strict=True):
+        if count > ranks:
+            raise ValueError(f"the gradient of {entry.name} is sparse. Gefen takes dense ones: set sparse=False.")
+        if count not in (0, ranks):
+            raise ValueError(
+                f"{entry.name} has a gradient on {count} of {ranks} ranks. All ranks must use the same parameters in "
+                "a step."
+            )
 
 
 def _misfit(expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]], values: Mapping[str, Any]) -> str | None:

@@ -80,6 +80,16 @@ def as_state(owned: Tensor, parameter: Tensor) -> Tensor:
     return DTensor.from_local(owned, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
+def owned_state(value: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's rows of saved state: a DTensor of any layout (collective if it is not ``as_state``'s), or whole."""
+    if isinstance(value, DTensor):
+        own = as_state(owned_rows(parameter.detach()), parameter)
+        if isinstance(own, DTensor) and (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
+            return value.to_local()
+        value = value.full_tensor()
+    return owned_part(value, parameter)
+
+
 def as_replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A plain tensor that every rank of a one-axis ``mesh`` holds a copy of, as a DTensor that shares its storage."""
     return DTensor.from_local(tensor.detach(), mesh, [Replicate()], run_check=False)

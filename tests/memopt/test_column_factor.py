@@ -29,7 +29,14 @@ def test_columns_without_gradient():
     assert inverse[6] == 0.5 and 0 < factor[4] < 1e-14
 
 
-def test_an_average_over_steps_that_passes_over_what_is_not_finite():
-    columns = torch.tensor([1.0, 1.0, 1.0])
-    means = torch.tensor([3.0, float("nan"), float("inf")], dtype=torch.float64)
-    assert torch.equal(updated_columns(columns, means, 0.5), torch.tensor([2.0, 1.0, 1.0]))
+def test_an_average_over_steps_that_passes_over_matrices_that_are_not_finite():
+    """All columns of such a matrix: the codes of a block that is left alone are relative to them."""
+    columns = torch.ones(5)
+    means = torch.tensor([3.0, 5.0, 3.0, float("nan"), float("inf")], dtype=torch.float64)
+    expected = torch.tensor([2.0, 3.0, 1.0, 1.0, 1.0])
+    assert torch.equal(updated_columns(columns, means, [2, 2, 1], 0.5, 0.0), expected)
+
+
+def test_eps_is_added_as_to_a_second_moment():
+    averaged = updated_columns(torch.zeros(2), torch.tensor([0.0, 9.0], dtype=torch.float64), [2], 0.75, 2.0)
+    assert torch.equal(averaged, torch.tensor([1.0, 3.25]))
