@@ -53,6 +53,8 @@ class Setting:
     sequences: int
     threads: int
     rounds: int
+    rank: int | None = None
+    """r of every layer; None: a quarter of each one's input."""
 
 
 @dataclass
@@ -80,7 +82,8 @@ def build_contestant(setting: Setting, overrides: list[str]) -> Contestant:
     small = [f"model.vocab_size={VOCABULARY}", f"data.vocab_size={VOCABULARY}", f"model.layers={setting.layers}"]
     # no change of subspace among the timed steps
     never = ["optimizer.interval=1000000"] if "optimizer=rso" in overrides else []
-    config = load_config([f"model={setting.model}", *small, *overrides, *never])
+    rank = [f"optimizer.rank={setting.rank}"] if "optimizer=rso" in overrides and setting.rank else []
+    config = load_config([f"model={setting.model}", *small, *overrides, *never, *rank])
     model = build_model(config.model, SEQ_LEN, "cpu")
     prepare_model(config.optimizer, model, torch.float32)
     init_weights(model, 0, torch.device("cpu"))
@@ -104,7 +107,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     rounds = {name: every[WARM_UP:] for name, every in rounds.items()}
     alone: dict[str, dict[str, float]] = {}
     for name in (HAAR, COORDINATE):
-        alone[name] = time_alone(contestants[name].model, tokens.numel(), setting.rounds)
+        alone[name] = time_alone(contestants[name].model, tokens.shape, setting.rounds)
     return {"steps": summarise(rounds), "alone": alone}
 
 
@@ -122,10 +125,10 @@ def summarise(rounds: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, 
 
 
 @torch.no_grad()
-def time_alone(model: LanguageModel, tokens: int, repeats: int) -> dict[str, float]:
+def time_alone(model: LanguageModel, shape: torch.Size, repeats: int) -> dict[str, float]:
     """Seconds of all Y P of one forward pass, of all merges of one step, and of drawing all P, each by itself."""
     groups = subspace.groups(model)
-    inputs = {group.projection.width: torch.randn(tokens, group.projection.width) for group in groups}
+    inputs = {group.projection.width: torch.randn(*shape, group.projection.width) for group in groups}
     layers = [(group.projection, layer) for group in groups for layer in group.layers.values()]
     steps = [1e-6 * torch.randn(layer.out_features, p.rank) for p, layer in layers]
 
@@ -157,13 +160,16 @@ def _median_seconds(run: Callable[[], None], repeats: int) -> float:
 def tabulate(setting: Setting, found: dict[str, Any]) -> Table:
     """Milliseconds and ratios of one setting."""
     threads = f"{setting.threads} thread{'s' * (setting.threads > 1)}"
-    title = f"{setting.layers} blocks of {setting.model}, {setting.sequences} x {SEQ_LEN} tokens, {threads}"
-    columns = [*PARTS, "step", "Y P alone", "merges alone"]
+    rank = "in / 4" if setting.rank is None else str(setting.rank)
+    title = f"{setting.layers} blocks of {setting.model}, {setting.sequences} x {SEQ_LEN} tokens, r {rank}, {threads}"
+    columns = [*PARTS, "step", "Y P alone", "merges alone", "new subspace"]
     table = Table("ms (over AdamW)", *columns, title=title, title_justify="left")
     for name, row in found["steps"].items():
         cells = [f"{row[part] * 1e3:.0f} ({row[f'{part}_over_adamw']:.2f})" for part in (*PARTS, "step")]
         alone = found["alone"].get(name)
-        table.add_row(name, *cells, *[f"{alone[key] * 1e3:.1f}" if alone else "" for key in ("project", "merge")])
+        table.add_row(
+            name, *cells, *[f"{alone[key] * 1e3:.1f}" if alone else "" for key in ("project", "merge", "draw")]
+        )
     return table
 
 
@@ -175,13 +181,14 @@ def main() -> None:
     parser.add_argument("--sequences", nargs="+", type=int, default=[1, 4], help=f"of {SEQ_LEN} tokens, of a step")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="numbers of threads")
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds")
+    parser.add_argument("--rank", type=int, help="r of every layer (default: a quarter of each one's input)")
     arguments = parser.parse_args()
     console = Console(width=130)
     rows = []
     for model in arguments.models:
         for sequences in arguments.sequences:
             for threads in arguments.threads:
-                setting = Setting(model, arguments.layers, sequences, threads, arguments.rounds)
+                setting = Setting(model, arguments.layers, sequences, threads, arguments.rounds, arguments.rank)
                 # a pool starts its threads once, and they keep the cores that they are bound to
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
                     found = pool.apply(measure, (setting,))

@@ -83,7 +83,8 @@ class Projection:
         if self.kind == "coordinate":
             if keep != 1.0:
                 weight.mul_(keep)
-            weight.index_add_(1, self.values, step.to(weight.dtype), alpha=self.scale)
+            # index_add_ along columns takes ten times as long
+            weight.scatter_add_(1, self.values.expand_as(step), (step * self.scale).to(weight.dtype))
         else:
             weight.addmm_(step.to(weight.dtype), self.values.t().to(weight.dtype), beta=keep)
 
@@ -103,7 +104,9 @@ class Projection:
 def project(x: Tensor, values: Tensor, scale: float) -> Tensor:
     """x P: (..., in) -> (..., r) in the type of ``x``; ``values`` and ``scale`` of a ``Projection``."""
     if values.dtype == torch.int64:
-        return x.index_select(-1, values).mul_(scale)
+        # of more than two dimensions, index_select takes a path several times slower
+        taken = x.reshape(-1, x.shape[-1]).index_select(1, values).mul_(scale)
+        return taken.view(*x.shape[:-1], -1)
     return x @ values.to(x.dtype)
 
 
