@@ -176,6 +176,7 @@ class RSOConfig(OptimizerConfig):
         choice("optimizer.inner", self.inner, ("adamw", "gefen", "sgd"))
         choice("optimizer.dense", self.dense, ("adamw", "gefen"))
         at_least("optimizer.rank", self.rank, 1)
+        at_least("optimizer.seed", self.seed, 0)
         at_least("optimizer.interval", self.interval, 1)
         at_least("optimizer.warmup", self.warmup, 0)
         at_least("optimizer.proximal", self.proximal, 0)

@@ -57,7 +57,7 @@ def _send_nothing(
     mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
 ) -> tuple[tuple[Tensor, ...], torch.Size]:
     # a mesh of one rank copies its first input instead of gathering, so that there must be one
-    inputs = (torch.empty(0),) if mesh.size() == 1 else ()
+    inputs = (torch.empty(0, device=mesh.device_type),) if mesh.size() == 1 else ()
     return inputs, outer_size
 
 

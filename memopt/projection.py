@@ -106,7 +106,7 @@ def project(x: Tensor, values: Tensor, scale: float) -> Tensor:
     if values.dtype == torch.int64:
         # of more than two dimensions, index_select takes a path several times slower
         taken = x.reshape(-1, x.shape[-1]).index_select(1, values).mul_(scale)
-        return taken.view(*x.shape[:-1], -1)
+        return taken.view(*x.shape[:-1], len(values))
     return x @ values.to(x.dtype)
 
 

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from memopt import layout, placeholder, subspace
 from memopt.projection import KINDS, SAMPLER_VERSION, draw_all
 from memopt.rso_progress import Progress, Values
-from memopt.rules import build_rule
+from memopt.rules import RULES, build_rule
 from memopt.sharded import StateOptimizer
 
 MOMENTS = ("reset", "keep")
+DENSE_RULES = ("adamw", "gefen")
 # options of the rules where none are given
 DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"betas": (0.9, 0.95), "eps": 1e-8},
@@ -88,6 +89,7 @@ class RSO(torch.optim.Optimizer):
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         _check(interval, stall, moments, proximal, lr_scale, warmup, rounding)
+        _check_rules(inner, dense, options or {}, weight_decay, seed)
         self._subspaces = subspace.groups(model)
         if not self._subspaces:
             raise ValueError("no layer of the model is projected. Call RSO.convert(model) before RSO(model).")
@@ -146,7 +148,7 @@ class RSO(torch.optim.Optimizer):
             self._values.add_to_gradients(self._proximal)
         self._progress.measure()
         lr = self._hand_down_numbers()
-        with placeholder.held(list(active.values())):
+        with placeholder.held(list(self._b.values())):
             for rule in self._rules:
                 rule.step()
             self._values.add_steps(active)
@@ -320,8 +322,8 @@ class RSO(torch.optim.Optimizer):
 def _check(
     interval: int, stall: float | None, moments: str, proximal: float, lr_scale: float, warmup: int, rounding: str
 ) -> None:
-    if interval < 1:
-        raise ValueError(f"interval={interval} must be at least 1 step. Set for example 100.")
+    if not isinstance(interval, int) or interval < 1:
+        raise ValueError(f"interval={interval} must be a whole number of steps from 1. Set for example 100.")
     if stall is not None and not 0 <= stall < 1:
         raise ValueError(f"stall={stall} must lie in [0, 1). Set for example 0.01, or None.")
     if moments not in MOMENTS:
@@ -334,6 +336,20 @@ def _check(
         raise ValueError(f"rounding={rounding!r} is not one of stochastic, nearest.")
     if warmup < 0:
         raise ValueError(f"warmup={warmup} must be >= 0 steps.")
+
+
+def _check_rules(
+    inner: str, dense: str, options: Mapping[str, Mapping[str, Any]], weight_decay: float, seed: int
+) -> None:
+    for key, rule, allowed in (("inner", inner, RULES), ("dense", dense, DENSE_RULES)):
+        if rule not in allowed:
+            raise ValueError(f"{key}={rule!r} is not one of {', '.join(allowed)}.")
+    if unknown := sorted(options.keys() - set(RULES)):
+        raise ValueError(f"options has {unknown[0]!r}, which is not one of the rules {', '.join(RULES)}.")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay={weight_decay} must be a number >= 0. Set for example 0.1.")
+    if seed < 0:
+        raise ValueError(f"seed={seed} must be >= 0.")
 
 
 def _build_rules(

@@ -45,8 +45,10 @@ class SubspaceLinear(nn.Linear):
         return self.together(x, [self])[0]
 
     @staticmethod
-    def together(x: Tensor, layers: Sequence["SubspaceLinear"]) -> tuple[Tensor, ...]:
-        """The outputs of layers of one P for one input."""
+    def together(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The outputs of layers that read one input; those of one P keep one A."""
+        if not all(getattr(layer, "projection", None) is layers[0].projection for layer in layers):
+            return tuple(layer(x) for layer in layers)
         weights = [layer.weight for layer in layers]
         biases = [layer.bias for layer in layers]
         if not torch.is_grad_enabled():
@@ -57,6 +59,18 @@ class SubspaceLinear(nn.Linear):
             x, p.values, p.scale, len(layers), *weights, *subspaces, *biases
         )
         return outputs
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # B is 0: a state dict is that of the dense model, and goes into it
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(prefix + B_NAME, None)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        b = self._parameters.pop(B_NAME)
+        try:
+            super()._load_from_state_dict(*arguments)
+        finally:
+            self._parameters[B_NAME] = b
 
 
 class _Merged(torch.autograd.Function):
@@ -92,7 +106,7 @@ class _Merged(torch.autograd.Function):
                 part = rows @ weight.to(rows.dtype) if grad_x is None else grad_x.addmm_(rows, weight.to(rows.dtype))
                 grad_x = part
         if grad_x is not None:
-            grad_x = grad_x.view(*grads[0].shape[:-1], -1).to(ctx.input_type)
+            grad_x = grad_x.view(*grads[0].shape[:-1], weights[0].shape[1]).to(ctx.input_type)
         return grad_x, None, None, None, *[None] * n, *grad_subspaces, *grad_biases
 
 
@@ -134,20 +148,26 @@ def convert(
         model: any module.
         rank: r; None for a quarter of each layer's input, rounded up.
         projection: ``haar``, ``coordinate`` or ``gaussian``.
-        layers: shell patterns of module names. Empty: every ``nn.Linear`` but the head (``HEAD_NAMES`` at the top
-            level) and those whose weight is tied to another module.
+        layers: shell patterns of module names. Empty: every ``nn.Linear`` that can be projected but the head
+            (``HEAD_NAMES`` at the top level).
         dtype: in which a haar or gaussian P is held: that of the matrix products.
 
     Returns:
         Names of layers that were chosen but stay dense, because ``rank`` is not below their input width.
 
     Raises:
-        ValueError: a rank that is no positive integer, a pattern that matches no linear layer, a tied weight, a weight
-            of a type that steps cannot be merged into.
+        ValueError: a rank that is no positive integer, a pattern that matches no linear layer, or one that cannot be
+            projected: its weight is tied, frozen, computed, or of a type that steps cannot be merged into; it has a
+            ``forward`` of its own; or its parent uses the weight without calling it.
     """
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
         raise ValueError(f"rank={rank!r} must be a whole number from 1. Set for example 128, or null for in / 4.")
     chosen = _choose(model, layers)
+    for name, layer in chosen.items():
+        if layer.weight.dtype not in MERGEABLE:
+            raise ValueError(
+                f"{name}.weight is {layer.weight.dtype}. Steps are merged into fp32, fp64 or bf16 weights."
+            )
     left_dense = []
     for members in _groups_of(model, chosen):
         width = chosen[members[0]].in_features
@@ -163,11 +183,13 @@ def convert(
 
 def groups(model: nn.Module) -> list[Group]:
     """The projected layers of a converted model, by shared P, in the model's order. Wrapping does not change them."""
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, SubspaceLinear)}
+    # parts of the model that were converted alone may have layers of one name
+    unique = len({layer.full_name for layer in layers.values()}) == len(layers)
     found: dict[int, Group] = {}
-    for module in model.modules():
-        if isinstance(module, SubspaceLinear):
-            group = found.setdefault(id(module.projection), Group(module.full_name, {}))
-            group.layers[module.full_name] = module
+    for path, layer in layers.items():
+        name = layer.full_name if unique else path
+        found.setdefault(id(layer.projection), Group(name, {})).layers[name] = layer
     return list(found.values())
 
 
@@ -178,15 +200,12 @@ def is_subspace(name: str) -> bool:
 
 def together(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """The outputs of linear layers that read one input; projected ones of one P keep one A for all."""
-    projected = [layer for layer in layers if isinstance(layer, SubspaceLinear)]
-    if len(projected) == len(layers) and len({id(layer.projection) for layer in projected}) == 1:
-        return SubspaceLinear.together(x, projected)
+    if isinstance(layers[0], SubspaceLinear):
+        return layers[0].together(x, layers)
     return tuple(layer(x) for layer in layers)
 
 
 def _convert_layer(layer: nn.Linear, name: str, projection: Projection) -> None:
-    if layer.weight.dtype not in MERGEABLE:
-        raise ValueError(f"{name}.weight is {layer.weight.dtype}. Steps are merged into fp32, fp64 or bf16 weights.")
     layer.weight.requires_grad_(False)
     b = layer.weight.new_zeros(layer.out_features, projection.rank)
     layer.register_parameter(B_NAME, nn.Parameter(b))
@@ -202,13 +221,9 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
     if already := next((name for name, module in modules.items() if isinstance(module, SubspaceLinear)), None):
         raise ValueError(f"{already} is a projected layer already. Convert a model once.")
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-    owners: dict[int, list[str]] = {}
-    for name, module in modules.items():
-        for key, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(f"{name}.{key}")
-    tied = {name for name, linear in linears.items() if len(owners[id(linear.weight)]) > 1}
+    problems = _problems(modules, linears)
     if not patterns:
-        return {name: linear for name, linear in linears.items() if name not in tied and name not in HEAD_NAMES}
+        return {name: linear for name, linear in linears.items() if name not in problems and name not in HEAD_NAMES}
     names: set[str] = set()
     for pattern in patterns:
         if not (matched := fnmatch.filter(linears, pattern)):
@@ -219,10 +234,32 @@ def _choose(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
                 f"{', '.join(list(linears)[:3])}; use for example 'layers.*'."
             )
         names.update(matched)
-    if wrong := sorted(names & tied):
-        both = " and ".join(owners[id(linears[wrong[0]].weight)])
-        raise ValueError(f"{both} are one tied weight, which cannot be projected. Leave {wrong[0]} out.")
+    if wrong := sorted(names & problems.keys()):
+        raise ValueError(f"{wrong[0]} cannot be projected: {problems[wrong[0]]}. Leave it out of the patterns.")
     return {name: linear for name, linear in linears.items() if name in names}
+
+
+def _problems(modules: dict[str, nn.Module], linears: dict[str, nn.Linear]) -> dict[str, str]:
+    """Name -> why a linear layer cannot be projected."""
+    owners: dict[int, list[str]] = {}
+    # torch's attention multiplies by the weight of its output layer itself
+    unread = {id(module.out_proj) for module in modules.values() if isinstance(module, nn.MultiheadAttention)}
+    for name, module in modules.items():
+        for key, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(f"{name}.{key}")
+    problems = {}
+    for name, linear in linears.items():
+        if "weight" not in linear._parameters:
+            problems[name] = "its weight is computed from other parameters"
+        elif len(tied := owners[id(linear.weight)]) > 1:
+            problems[name] = f"{' and '.join(tied)} are one tied weight"
+        elif not linear.weight.requires_grad:
+            problems[name] = "its weight is frozen"
+        elif type(linear).forward is not nn.Linear.forward:
+            problems[name] = f"{type(linear).__name__} has a forward of its own"
+        elif id(linear) in unread:
+            problems[name] = "its parent uses the weight without calling the layer"
+    return problems
 
 
 def _groups_of(model: nn.Module, chosen: dict[str, nn.Linear]) -> Iterator[list[str]]:
