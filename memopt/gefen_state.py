@@ -17,7 +17,9 @@ Tensors with rows are sharded by ``memopt.layout``; ``step`` and ``period`` live
 not wait for a device.
 """
 
+import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,8 +49,8 @@ class Entry:
     """Ranks that hold copies of plain parameters and share out their state; None where each keeps all."""
     state: dict[str, Any] = field(default_factory=dict)
     """Name -> tensor, as the optimizer's ``state`` shows it; empty until it is allocated."""
-    installed: dict[str, Any] = field(default_factory=dict)
-    """``state`` as it was when ``local`` was read from it."""
+    installed: list[Any] = field(default_factory=list)
+    """The values of ``state`` when ``local`` was read from them."""
     local: dict[str, Tensor] = field(default_factory=dict)
     """The rows of ``state`` that this rank owns."""
     step: int = 0
@@ -89,13 +91,20 @@ class Entry:
         placed = self.placed
         return placed.device_mesh if isinstance(placed, DTensor) else None
 
+    @functools.cached_property
+    def _is_alone(self) -> bool:
+        """Whether the parameter is a plain tensor that nobody shares; the way without DTensors is much faster."""
+        return self.replicas is None and not isinstance(self.parameter, DTensor)
+
     def owned(self) -> Tensor:
         """This rank's rows of the parameter, contiguous: (rows, C), a vector's (n,); a view where that is possible."""
+        if self._is_alone:
+            return self.flat(self.parameter.detach()).contiguous()
         return self.flat(layout.owned_rows(self.placed.detach())).contiguous()
 
     def store(self, owned: Tensor) -> None:
         """Write ``owned`` back into the parameter, if it is not a view of it."""
-        rows = layout.owned_rows(self.placed.detach())
+        rows = self.parameter.detach() if self._is_alone else layout.owned_rows(self.placed.detach())
         if rows.data_ptr() != owned.data_ptr():
             rows.copy_(owned.view(rows.shape))
 
@@ -123,6 +132,8 @@ class Entry:
         """This rank's rows of the gradient, contiguous, shaped as ``owned``."""
         grad = self.parameter.grad
         assert grad is not None
+        if self._is_alone and not isinstance(grad, DTensor):
+            return self.flat(grad).contiguous()
         if not isinstance(grad, DTensor):
             return self.flat(layout.owned_part(grad, self.placed)).contiguous()
         if isinstance(self.parameter, DTensor) and grad.placements != self.parameter.placements:
@@ -132,6 +143,8 @@ class Entry:
 
     def flat(self, rows: Tensor) -> Tensor:
         """``rows`` as (rows, C) for a matrix, as (n,) for a vector or scalar."""
+        if rows.ndim == 2 or (rows.ndim == 1 and not self.is_matrix):
+            return rows
         return rows.reshape(len(rows), self.columns) if self.is_matrix else rows.reshape(-1)
 
     def shapes(self, period: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -197,7 +210,7 @@ class Entry:
     def install(self, state: Mapping[str, Tensor]) -> None:
         """Take ``state`` as this parameter's, and read its counters."""
         self.state.update(state)
-        self.installed = dict(self.state)
+        self.installed = list(self.state.values())
         self.local = {key: layout.local_rows(self.state[key]) for key in self.shapes(self.period)}
         self.step = int(self.state["step"])
         if self.is_matrix:
@@ -205,7 +218,7 @@ class Entry:
 
     def forget(self) -> None:
         """Give up all state, as before it was allocated."""
-        self.state, self.installed, self.local, self.step, self.period = {}, {}, {}, 0, 0
+        self.state, self.installed, self.local, self.step, self.period = {}, [], {}, 0, 0
 
     def follow(self, state: dict[str, Any] | None) -> None:
         """Take up what has been done to ``state``, this parameter's entry of the optimizer's ``state``, from outside.
@@ -215,7 +228,7 @@ class Entry:
         if not state:
             if self.state:
                 self.forget()
-        elif state is not self.state or any(self.installed.get(key) is not value for key, value in state.items()):
+        elif state is not self.state or not all(map(operator.is_, state.values(), self.installed)):
             self.state = state
             self.install({})
 
