@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
-# bench.quality takes hours and bench.gpu_check a GPU: they are started by themselves
+# bench.quality and bench.rso_quality take hours and bench.gpu_check a GPU: they are started by themselves
 BENCHMARKS = (
     "throughput", "loader", "prepare", "checkpoint", "loss_memory", "gefen_state", "gefen_step", "codebook",
+    "rso_memory", "rso_step",
 )  # fmt: skip
 
 
