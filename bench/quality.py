@@ -26,6 +26,8 @@ ARMS = {
     "gefen-fp32": ("optimizer=gefen", "optimizer.momentum=fp32"),
 }
 MAIN_ARMS = ("adamw", "gefen")
+# twice the steps, at the rate that is best for both
+DOUBLE_LR = "2e-3"
 # arms that show what one choice costs, at one learning rate each
 ABLATIONS = {"llama": "2e-3"}
 
@@ -47,7 +49,8 @@ def plans() -> list[list[Trial]]:
     first = [trial for model, arm in main for trial in bracket(model, arm)]
     for model, lr in ABLATIONS.items():
         first += [Trial(model, arm, ARMS[arm], lr, 0) for arm in ARMS if arm not in MAIN_ARMS]
-    return [first, [trial for model, arm in main for trial in seeds(model, arm)]]
+    double = [Trial("double", arm, ARMS[arm], DOUBLE_LR, 0) for arm in MAIN_ARMS]
+    return [first, [trial for model, arm in main for trial in seeds(model, arm)] + double]
 
 
 def judge(model: str) -> dict[str, Any]:

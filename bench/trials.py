@@ -19,7 +19,7 @@ from typing import Any
 from rich.table import Table
 
 FOLDER = Path("outputs/quality")
-STEPS = {"llama": 400, "gpt2": 400, "small": 200, "long": 1400}
+STEPS = {"llama": 400, "gpt2": 400, "small": 200, "double": 800, "long": 1400}
 MODELS = {
     "llama": ["experiment=quality"],
     "gpt2": [
@@ -31,6 +31,7 @@ MODELS = {
         "experiment=quality", "model.dim=128", "model.layers=2", "model.hidden=352", "train.steps=200",
         "train.seq_len=128", "train.eval_interval=50", "train.eval_tokens=32768", "schedule.warmup=25",
     ],
+    "double": ["experiment=quality", "train.steps=800", "train.eval_interval=100"],
     "long": ["experiment=quality", "train.steps=1400", "train.eval_interval=100"],
 }  # fmt: skip
 COMMON = [
