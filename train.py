@@ -148,7 +148,12 @@ def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
     low_precision = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
     compute_dtype = torch.bfloat16 if low_precision else torch.float32
     model = build_model(
-        config.model, settings.seq_len, device.type, config.data.document_mask, loss_chunk=settings.loss_chunk
+        config.model,
+        settings.seq_len,
+        device.type,
+        config.data.document_mask,
+        settings.loss_chunk,
+        settings.recompute_swiglu,
     )
     prepare_model(config.optimizer, model, compute_dtype)
     parallel.apply_parallel(

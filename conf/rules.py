@@ -84,6 +84,10 @@ def _check_model(config: Config) -> None:
         if model.dropout:
             raise ConfigError(f"model.dropout={model.dropout} exists for model.family=gpt2 only. Set model.dropout=0.")
     else:
+        if config.train.recompute_swiglu:
+            raise ConfigError(
+                "train.recompute_swiglu=true is for the SwiGLU of model.family=llama3; gpt2 has none. Set it to false."
+            )
         if model.kv_heads not in (None, model.heads):
             raise ConfigError(
                 f"model.kv_heads={model.kv_heads} exists for model.family=llama3 only. Set model.kv_heads=null."

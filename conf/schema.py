@@ -141,6 +141,8 @@ class TrainConfig:
     """Stop after this many skipped steps in a row."""
     loss_chunk: int = 1024
     """Tokens of a microbatch whose logits are in memory at a time."""
+    recompute_swiglu: bool = False
+    """Keep only the gate and up projections for backward, and compute silu and their product again (llama3)."""
 
     def __post_init__(self) -> None:
         for key in ("steps", "seq_len", "global_batch", "loss_chunk"):

@@ -14,12 +14,18 @@ from models.llama3 import build_llama3
 
 
 def build_model(
-    config: ModelConfig, seq_len: int, device_type: str, document_mask: bool = False, loss_chunk: int = 1024
+    config: ModelConfig,
+    seq_len: int,
+    device_type: str,
+    document_mask: bool = False,
+    loss_chunk: int = 1024,
+    recompute_swiglu: bool = False,
 ) -> LanguageModel:
     """The model of ``config`` for inputs of up to ``seq_len`` tokens, on the meta device, in fp32 and training mode.
 
     ``device_type`` ("cpu" or "cuda") is where it will run. ``document_mask`` keeps attention within documents.
-    ``loss_chunk`` is the number of tokens whose logits the loss holds at a time. Raises ``ConfigError``.
+    ``loss_chunk`` is the number of tokens whose logits the loss holds at a time. ``recompute_swiglu`` keeps less for
+    backward (``models.llama3.SwiGLU``). Raises ``ConfigError``.
     """
     if seq_len > config.max_seq_len:
         raise ConfigError(
@@ -33,7 +39,7 @@ def build_model(
         )
     with torch.device("meta"):
         if config.family == "llama3":
-            model: LanguageModel = build_llama3(config, seq_len, document_mask, loss_chunk)
+            model: LanguageModel = build_llama3(config, seq_len, document_mask, loss_chunk, recompute_swiglu)
         else:
             model = build_gpt2(config, loss_chunk)
     model.settings = config

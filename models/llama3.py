@@ -8,9 +8,12 @@ positions).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torchtitan.models.common.attention import (
     FlexAttention,
     FusedQKVLinear,
@@ -49,16 +52,39 @@ class SwiGLU(FeedForward):
 
     @dataclass(kw_only=True, slots=True)
     class Config(FeedForward.Config):
-        pass
+        recompute: bool = False
+        """Keep only the outputs of ``w1`` and ``w3`` for backward, and what ``w2`` keeps of its input."""
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.recompute = config.recompute
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
         read = getattr(self.w1, "together", None)
         gate, up = read(x, (self.w1, self.w3)) if read else (self.w1(x), self.w3(x))
-        return self.w2(F.silu(gate) * up)
+        return self.w2(_GatedProduct.apply(gate, up) if self.recompute else F.silu(gate) * up)
 
 
-def build_llama3(config: ModelConfig, seq_len: int, document_mask: bool, loss_chunk: int) -> Llama3:
+class _GatedProduct(torch.autograd.Function):
+    """silu(gate) * up, of which the inputs alone are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad_up = grad * F.silu(gate)
+        return torch.ops.aten.silu_backward(grad * up, gate), grad_up
+
+
+def build_llama3(
+    config: ModelConfig, seq_len: int, document_mask: bool, loss_chunk: int, recompute_swiglu: bool = False
+) -> Llama3:
     """The model for inputs of up to ``seq_len`` tokens, on the current default device."""
     inner = FlexAttention.Config() if document_mask else ScaledDotProductAttention.Config()
     # initial values are no part of torchtitan's description here: models.init has the rule
@@ -69,12 +95,15 @@ def build_llama3(config: ModelConfig, seq_len: int, document_mask: bool, loss_ch
         tok_embeddings=Embedding.Config(num_embeddings=config.vocab_size, embedding_dim=config.dim),
         norm=_norm(config),
         lm_head=build_head(config, loss_chunk),
-        layers=[_block(config, seq_len, inner) for _ in range(config.layers)],
+        layers=[_block(config, seq_len, inner, recompute_swiglu) for _ in range(config.layers)],
     ).build()
 
 
 def _block(
-    config: ModelConfig, seq_len: int, inner: FlexAttention.Config | ScaledDotProductAttention.Config
+    config: ModelConfig,
+    seq_len: int,
+    inner: FlexAttention.Config | ScaledDotProductAttention.Config,
+    recompute_swiglu: bool,
 ) -> Llama3TransformerBlock.Config:
     head_dim = config.dim // config.heads
     kv_heads = config.kv_heads or config.heads
@@ -101,6 +130,7 @@ def _block(
             w1=_linear(config.dim, config.hidden),
             w2=_linear(config.hidden, config.dim),
             w3=_linear(config.dim, config.hidden),
+            recompute=recompute_swiglu,
         ),
     )
 

@@ -80,6 +80,7 @@ REFUSED = [
     (["optimizer=gefen", "optimizer.drift_interval=-1"], r"drift_interval=-1"),
     (["optimizer=gefen", "optimizer.betas=[0.9,1.0]"], r"must be two numbers in \[0, 1\)"),
     (["optimizer=gefen", "optimizer.eps=0"], r"optimizer\.eps=0\.0 must be a number > 0"),
+    (["model=gpt2_debug", "train.recompute_swiglu=true"], r"recompute_swiglu=true is for the SwiGLU"),
     (["optimizer=rso", "optimizer.rank=0"], r"rank=0 must be a number >= 1"),
     (["optimizer=rso", "optimizer.rank=1.5"], r"rank=1\.5 must be a whole number"),
     (["optimizer=rso", "optimizer.interval=0"], r"interval=0 must be a number >= 1"),

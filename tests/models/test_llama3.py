@@ -166,3 +166,31 @@ def test_input_longer_than_the_model_is_refused():
         built(LLAMA3)(batch(1, 25)[0])
     with pytest.raises(ConfigError, match="train.seq_len=65 is longer than model.max_seq_len=64"):
         build_model(GPT2, 65, "cpu")
+
+
+def test_a_recomputed_swiglu_keeps_less_and_gives_the_same_bits():
+    plain, lean = (built(LLAMA3) for _ in range(2))
+    for layer in lean.layers.values():
+        layer.feed_forward.recompute = True
+    kept = []
+    for model in (plain, lean):
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor, saved=saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model(*batch())
+        kept.append(sum(saved.values()))
+        loss.backward()
+    hidden = batch()[0].numel() * LLAMA3.hidden * 4
+    # silu's output; the product is kept by w2
+    assert kept[0] - kept[1] == len(plain.layers) * hidden
+    for first, second in zip(plain.parameters(), lean.parameters(), strict=True):
+        assert torch.equal(first.grad, second.grad)
+
+
+def test_the_setting_reaches_every_block():
+    model = build_model(LLAMA3, 16, "cpu", recompute_swiglu=True)
+    assert all(layer.feed_forward.recompute for layer in model.layers.values())
