@@ -137,7 +137,7 @@ def kept_by_block(model: str, overrides: list[str], sequences: int) -> dict[str,
 
 def build_small(config: Config) -> LanguageModel:
     """The model on the CPU with the layers that the optimizer needs."""
-    model = build_model(config.model, SEQ_LEN, "cpu")
+    model = build_model(config.model, SEQ_LEN, "cpu", recompute_swiglu=config.train.recompute_swiglu)
     prepare_model(config.optimizer, model, torch.float32)
     init_weights(model, 0, torch.device("cpu"))
     return model
@@ -186,6 +186,12 @@ def compare_activations(console: Console, model: str, sequences: int) -> dict[st
         assert arm["kept"] - dense["kept"] == change
         verdict = _verdict(ratio, ACTIVATION_TARGET)
         console.print(f"{name}: {ratio:.4f} of AdamW's ({verdict}); {change:+,} bytes, those of the formula")
+    for name in ("AdamW", "RSO, coordinate"):
+        kept = kept_by_block(model, [*ARMS[name], "train.recompute_swiglu=true"], sequences)["kept"]
+        rows[f"{name}, recompute_swiglu"] = {"kept": kept, "over_adamw": kept / dense["kept"]}
+        console.print(
+            f"{name}, train.recompute_swiglu=true: {kept:,} bytes, {kept / dense['kept']:.4f} of AdamW's without"
+        )
     return rows
 
 

@@ -77,7 +77,7 @@ def test_the_checkpoint_has_weights_and_no_projections(tokens: Path, tmp_path: P
     dense = train_ranks(1, tokens, "train.steps=1", f"run.dir={tmp_path / 'dense'}")[0]["tensors"]
     assert {name for name in tensors if name.startswith("model.")} == {name for name in dense if name[0] == "m"}
     own = {name for name in tensors if name.startswith("optimizer.rso.")}
-    assert own == {"optimizer.rso.outer", "optimizer.rso.steps", "optimizer.rso.key"}
+    assert own == {f"optimizer.rso.{key}" for key in ("outer", "steps", "key", "progress")}
     assert tensors["optimizer.layers.0.attention.wo.subspace.exp_avg"].shape == (64, 16)
     assert not any(name.endswith("wo.weight.exp_avg") for name in tensors)
 
