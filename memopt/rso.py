@@ -3,7 +3,7 @@
 Every projected layer (``memopt.subspace``) trains B (out, r) of W + B P^T by an inner optimizer. After ``interval``
 steps the subspace changes: B goes into W and starts from 0 with a new P. In the merged form used here every step of B
 goes into W at once, so that B is 0 always and never stored: the inner optimizer writes its step into memory that lives
-during the step (``memopt.placeholder``). W, the gradient of B and the inner state are sharded on ``out``, so that a
+during the step (``memopt.virtual``). W, the gradient of B and the inner state are sharded on ``out``, so that a
 merge is local; only gradients of B are reduced, and where rows are replicated, steps of B (out, r) are gathered.
 
 What the paper leaves open is decided here: inner moments and their counter start anew with every subspace
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt import layout, placeholder, subspace
+from memopt import layout, virtual, subspace
 from memopt.projection import KINDS, SAMPLER_VERSION, draw_all
 from memopt.rso_progress import Progress, Values
 from memopt.rules import RULES, build_rule
@@ -102,7 +102,7 @@ class RSO(torch.optim.Optimizer):
         self._decayed = {name for name in self._layers if decayed is None or f"{name}.weight" in decayed}
         for group in self._subspaces:
             group.projection.move(self._b[group.name].device)
-        placeholder.release(model, list(self._b.values()))
+        virtual.release(model, list(self._b.values()))
 
         own = {id(b) for b in self._b.values()}
         named = {n: p for n, p in (named_parameters or dict(model.named_parameters())).items() if id(p) not in own}
@@ -148,7 +148,7 @@ class RSO(torch.optim.Optimizer):
             self._values.add_to_gradients(self._proximal)
         self._progress.measure()
         lr = self._hand_down_numbers()
-        with placeholder.held(list(self._b.values())):
+        with virtual.held(list(self._b.values())):
             for rule in self._rules:
                 rule.step()
             self._values.add_steps(active)

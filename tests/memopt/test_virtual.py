@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from memopt import placeholder
+from memopt import virtual
 from memopt.rso import RSO
 from memopt.subspace import SubspaceLinear
 from tests.spawn import run_ranks
@@ -87,7 +87,7 @@ def test_a_released_parameter_is_one_zero():
     parameters = list(model.parameters())
     chosen = list(subspaces(model).values())
     shapes = [b.shape for b in chosen]
-    placeholder.release(model, chosen)
+    virtual.release(model, chosen)
     assert_released(model)
     assert all(first is second for first, second in zip(parameters, model.parameters(), strict=True))
     assert [b.shape for b in chosen] == shapes == [(7, RANK), (1, RANK), (12, RANK)]
@@ -99,19 +99,19 @@ def test_a_released_parameter_is_one_zero():
 def test_held_gives_memory_for_a_while():
     model = build()
     chosen = list(subspaces(model).values())
-    placeholder.release(model, chosen)
-    with placeholder.held(chosen[:2]):
+    virtual.release(model, chosen)
+    with virtual.held(chosen[:2]):
         for b in chosen[:2]:
             assert b.untyped_storage().nbytes() == b.numel() * 4 and not b.any()
             b.detach().add_(1.0)
             assert bool((b == 1).all())
         assert chosen[2].untyped_storage().nbytes() == 4
     assert_released(model)
-    with pytest.raises(RuntimeError, match="in the middle"), placeholder.held(chosen):
+    with pytest.raises(RuntimeError, match="in the middle"), virtual.held(chosen):
         chosen[0].detach().add_(1.0)
         raise RuntimeError("in the middle")
     assert_released(model)
-    with placeholder.held(chosen):
+    with virtual.held(chosen):
         assert not any(b.any() for b in chosen)
 
 

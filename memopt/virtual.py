@@ -1,4 +1,4 @@
-"""Parameters that take no memory: B of a projected layer, which is 0 between steps (``memopt.subspace``).
+"""Virtual parameters, which take no memory: B of a projected layer, which is 0 between steps (``memopt.subspace``).
 
 Such a parameter is a view of a single 0 with strides of 0, so that whoever reads it reads what it is. It exists to
 have a gradient, which DDP or FSDP2 reduce like any other. FSDP2 does not gather it: the extension points that a
