@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memopt import layout, virtual, subspace
+from memopt import layout, subspace, virtual
 from memopt.projection import KINDS, SAMPLER_VERSION, draw_all
 from memopt.rso_progress import Progress, Values
 from memopt.rules import RULES, build_rule
