@@ -96,6 +96,8 @@ class RSO(torch.optim.Optimizer):
         self._interval, self._moments, self._proximal, self._seed = interval, moments, proximal, seed
         self._lr_scale, self._warmup, self._rounding = lr_scale, warmup, rounding
         self._layers = {name: layer for group in self._subspaces for name, layer in group.layers.items()}
+        modules = dict(model.named_modules())
+        self._dense = {path: module.left_dense for path, module in modules.items() if hasattr(module, "left_dense")}
         # parameters as they are while sharded: within a forward pass a layer has others
         self._weights = {name: layer.weight for name, layer in self._layers.items()}
         self._b = {name: layer.subspace for name, layer in self._layers.items()}
@@ -241,16 +243,25 @@ class RSO(torch.optim.Optimizer):
         return max(self._step_bytes() + max(rule.periodic_bytes() for rule in self._rules), drawing)
 
     def notes(self) -> list[dict[str, Any]]:
-        """What is projected, for the head of a log: layers of one shape together, rank, bytes of B and of P."""
+        """What is projected, for the head of a log: layers of one shape together.
+
+        Rank, bytes of a gradient in fp32, as it is reduced, and of the dense one, bytes of P; and what stays dense.
+        """
         found: dict[tuple[str, int, int], dict[str, Any]] = {}
         for group in self._subspaces:
             p = group.projection
             layers = "+".join(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in group.layers)
-            none = {"count": 0, "rank": p.rank, "width": p.width, "gradient_bytes": 0, "held_bytes": 0}
-            note = found.setdefault((layers, p.rank, p.width), {"layers": layers, **none})
+            sums = dict.fromkeys(("count", "gradient_bytes", "dense_bytes", "held_bytes"), 0)
+            empty = {"layers": layers, "rank": p.rank, "width": p.width, **sums}
+            note = found.setdefault((layers, p.rank, p.width), empty)
             note["count"] += len(group.layers)
             note["gradient_bytes"] += 4 * sum(self._b[name].numel() for name in group.layers)
+            note["dense_bytes"] += 4 * sum(self._weights[name].numel() for name in group.layers)
             note["held_bytes"] += p.nbytes()
+        for name, why in self._dense.items():
+            layers = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+            note = found.setdefault((layers, 0, 0), {"layers": layers, "count": 0, "stays_dense": why})
+            note["count"] += 1
         return list(found.values())
 
     def gauges(self) -> dict[str, float | None]:

@@ -174,6 +174,9 @@ def convert(
         r = -(-width // 4) if rank is None else rank
         if r >= width:
             left_dense += members
+            for name in members:
+                # for the head of a log
+                chosen[name].left_dense = f"rank {r} of {width}"  # type: ignore[assignment]
             continue
         shared = Projection(projection, width, r, chosen[members[0]].weight.device, dtype)
         for name in members:

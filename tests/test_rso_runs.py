@@ -4,6 +4,7 @@ Background: a projection drawn differently on two ranks, a subspace that changes
 merge that one replica misses or a resume into another subspace all train, and all train something else.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,13 @@ def test_another_optimizer_or_subspace_cannot_resume(changed: list[str], words: 
         settings = [each for each in settings if not each.startswith("optimizer")]
     with pytest.raises(Exception, match=words):
         train_ranks(1, tokens, *settings, "train.stop_after=5", *changed)
+
+
+def test_the_log_says_what_is_projected_and_what_stays_dense(tokens: Path, tmp_path: Path):
+    train_ranks(1, tokens, "optimizer=rso", "optimizer.rank=64", "train.steps=1", f"run.dir={tmp_path}")
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    notes = {event["layers"]: event for event in events if event["kind"] == "optimizer"}
+    assert notes["layers.*.feed_forward.w2"].items() >= {
+        "count": 2, "rank": 64, "width": 96, "gradient_bytes": 2 * 4 * 64 * 64, "dense_bytes": 2 * 4 * 64 * 96
+    }.items()  # fmt: skip
+    assert notes["layers.*.attention.wo"]["stays_dense"] == "rank 64 of 64"
