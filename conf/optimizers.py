@@ -137,7 +137,8 @@ class RSOConfig(OptimizerConfig):
     rank: int | None = None
     """Dimensions of a subspace; null: a quarter of each layer's input. A layer whose input is not wider stays dense."""
     projection: str = "coordinate"
-    """``coordinate`` (columns of the unit matrix), ``haar`` (a random rotation's) or ``gaussian``."""
+    """``coordinate`` (columns of the unit matrix), ``cycle`` (columns that take turns), ``haar`` (columns of a random
+    rotation) or ``gaussian``."""
     layers: list[str] = field(default_factory=list)
     """Shell patterns of the linear layers that are projected, e.g. ``['layers.*.attention.*']``. Empty: all but the
     head. A pattern that matches no linear layer is an error."""
@@ -146,7 +147,8 @@ class RSOConfig(OptimizerConfig):
     stall: float | None = None
     """Leave a subspace early when in 20 steps the norm of its gradient fell by less than this share; null: never."""
     moments: str = "reset"
-    """What becomes of the moments of projected layers at a new subspace: ``reset`` or ``keep``."""
+    """What becomes of the moments of projected layers at a new subspace: ``reset``, ``keep`` (as they are) or
+    ``transport`` (what they say of the new one; inner=adamw)."""
     proximal: float = 0.0
     """Weight of the proximal term proximal / 2 * |B|^2 of each subproblem (1 / eta in the paper); keeps B if not 0."""
     probed: int = 1
@@ -171,8 +173,8 @@ class RSOConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("optimizer.name", self.name, ("rso",))
-        choice("optimizer.projection", self.projection, ("coordinate", "haar", "gaussian"))
-        choice("optimizer.moments", self.moments, ("reset", "keep"))
+        choice("optimizer.projection", self.projection, ("coordinate", "cycle", "haar", "gaussian"))
+        choice("optimizer.moments", self.moments, ("reset", "keep", "transport"))
         choice("optimizer.inner", self.inner, ("adamw", "gefen", "sgd"))
         choice("optimizer.dense", self.dense, ("adamw", "gefen"))
         at_least("optimizer.rank", self.rank, 1)

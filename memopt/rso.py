@@ -7,7 +7,8 @@ during the step (``memopt.virtual``). W, the gradient of B and the inner state a
 merge is local; only gradients of B are reduced, and where rows are replicated, steps of B (out, r) are gathered.
 
 What the paper leaves open is decided here: inner moments and their counter start anew with every subspace
-(``moments="reset"``; ``keep`` carries them over as they are), weight decay acts on W, clipping on the gradient of B.
+(``moments="reset"``; ``keep`` carries them over as they are, ``transport`` what they say of the new subspace), weight
+decay acts on W, clipping on the gradient of B.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ from memopt.rso_progress import Progress, Values
 from memopt.rules import RULES, build_rule
 from memopt.sharded import StateOptimizer
 
-MOMENTS = ("reset", "keep")
+MOMENTS = ("reset", "keep", "transport")
 DENSE_RULES = ("adamw", "gefen")
 # options of the rules where none are given
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ class RSO(torch.optim.Optimizer):
         interval: steps in one subspace.
         stall: leave a subspace early, when over ``memopt.rso_progress.WINDOW`` steps the norm of the gradient of B has
             fallen by less than this share. None: stay for ``interval`` steps.
-        moments: what becomes of the inner state at a new subspace: ``reset`` or ``keep``.
+        moments: what becomes of the inner state at a new subspace: ``reset``, ``keep``, or ``transport`` (AdamW only).
         proximal: weight of the term ``proximal / 2 * |B|^2`` of the subproblem (1 / eta in the paper); then B is kept.
         lr_scale: factor of the learning rate of projected layers.
         warmup: steps after a change of subspace over which their learning rate rises to its value.
@@ -90,6 +91,8 @@ class RSO(torch.optim.Optimizer):
     ) -> None:
         _check(interval, stall, moments, proximal, lr_scale, warmup, rounding)
         _check_rules(inner, dense, options or {}, weight_decay, seed)
+        if moments == "transport" and inner != "adamw":
+            raise ValueError(f"moments=transport is of inner=adamw, not of {inner}. Set moments=reset.")
         self._subspaces = subspace.groups(model)
         if not self._subspaces:
             raise ValueError("no layer of the model is projected. Call RSO.convert(model) before RSO(model).")
@@ -308,7 +311,20 @@ class RSO(torch.optim.Optimizer):
         self._values.restart()
         if self._moments == "reset":
             self._rules[0].reset([_b_name(name) for name in self._b])
+        before = {group.name: group.projection.values.clone() for group in self._subspaces}
         self._draw()
+        if self._moments == "transport":
+            self._transport_moments(before)
+
+    def _transport_moments(self, before: Mapping[str, Tensor]) -> None:
+        state = self._rules[0].state_tensors()
+        for group in self._subspaces:
+            for name in group.layers:
+                moments = [layout.local_rows(state[f"{_b_name(name)}.{key}"]) for key in ("exp_avg", "exp_avg_sq")]
+                for moment, found in zip(
+                    moments, group.projection.transport(before[group.name], *moments), strict=True
+                ):
+                    moment.copy_(found)
 
     def _draw(self) -> None:
         draw_all([(group.name, group.projection) for group in self._subspaces], self._seed, int(self._outer))
