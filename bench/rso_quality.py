@@ -24,7 +24,6 @@ FORMS: dict[str, tuple[str, ...]] = {
     "rso-transport": ("optimizer.moments=transport",),
     "rso-cycle-transport": ("optimizer.projection=cycle", "optimizer.moments=transport"),
     "rso-haar-transport": ("optimizer.projection=haar", "optimizer.moments=transport"),
-    "rso-25": ("optimizer.interval=25",),
     "rso-50": ("optimizer.interval=50",),
     "rso-200": ("optimizer.interval=200",),
     "rso-warmup": ("optimizer.warmup=10",),
@@ -39,14 +38,15 @@ ARMS = {
     "rso_gefen": ("optimizer=rso_gefen",),
 }
 # as wide for every arm of a model, and wide enough that the best is inside; some arms have theirs elsewhere
-SMALL_BRACKET = ("2e-3", "4e-3", "8e-3", "16e-3")
+SMALL_BRACKETS = {"adamw": ("2e-3", "4e-3", "8e-3")}
+SMALL_BRACKET = ("4e-3", "8e-3", "16e-3")
 BRACKETS = {"adamw": ("1e-3", "2e-3", "4e-3"), "rso": ("2e-3", "4e-3", "8e-3"), "rso_gefen": ("2e-3", "4e-3", "8e-3")}
 SEEDS = (0, 1, 2)
 
 
 def small(arm: str) -> list[Trial]:
     """One form at the small setting."""
-    return [Trial("small", arm, ARMS[arm], lr, 0) for lr in SMALL_BRACKET]
+    return [Trial("small", arm, ARMS[arm], lr, 0) for lr in SMALL_BRACKETS.get(arm, SMALL_BRACKET)]
 
 
 def bracket(arm: str) -> list[Trial]:
@@ -82,7 +82,8 @@ def choose() -> list[dict[str, Any]]:
         found = {trial.lr: loss for trial in small(arm) if (loss := trial.last()) is not None}
         if found:
             best = min(found, key=found.__getitem__)
-            inside = len(found) == len(SMALL_BRACKET) and best not in (SMALL_BRACKET[0], SMALL_BRACKET[-1])
+            rates = [trial.lr for trial in small(arm)]
+            inside = len(found) == len(rates) and best not in (rates[0], rates[-1])
             rows.append({"arm": arm, "lr": best, "loss": found[best], "inside": inside, "all": found})
     return sorted(rows, key=lambda row: row["loss"])
 
