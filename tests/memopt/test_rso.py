@@ -81,7 +81,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def matrix(kind: str, width: int, rank: int, name: str, index: int) -> Tensor:
     """P (in, r) in fp64 from its key alone."""
     values = draw(kind, width, rank, SEED, name, index)
-    if kind != "coordinate":
+    if values.dtype != torch.int64:
         return values.double()
     return math.sqrt(width / rank) * F.one_hot(values, width).t().double()
 
@@ -172,7 +172,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: st
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), f"{where} {name}"
 
 
-@pytest.mark.parametrize("kind", ["haar", "coordinate", "gaussian"])
+@pytest.mark.parametrize("kind", ["haar", "coordinate", "gaussian", "cycle"])
 @pytest.mark.parametrize(
     "options",
     [{}, {"moments": "keep"}, {"lr_scale": 0.35}, {"warmup": 2}, {"warmup": 5, "lr_scale": 2.0, "moments": "keep"}],
