@@ -32,7 +32,13 @@ GRACE_SECONDS = 3.0
 SECONDARY_WORDS = ("connection closed", "connection reset", "broken pipe", "gloo", "nccl", "socket", "timed out")
 CLAIM_KEY = "gossamer/failure/claims"
 CAUSE_KEY = "gossamer/failure/cause"
+STATUS_KEY = "gossamer/failure/status"
+FAILED = 1
+# a status other than FAILED is for whoever starts the run again: nothing is left to be printed by others
+STATUS_PATIENCE_SECONDS = 1.0
 
+# what the watch has read: the store may end before the main thread asks
+_seen_status: int | None = None
 _control_group: tuple[Any, torch.distributed.ProcessGroup] | None = None
 
 
@@ -142,8 +148,10 @@ def is_secondary(error: BaseException) -> bool:
     return is_transport and any(word in words for word in SECONDARY_WORDS)
 
 
-def report_failure(error: BaseException, grace_seconds: float = GRACE_SECONDS) -> bool:
+def report_failure(error: BaseException, grace_seconds: float = GRACE_SECONDS, status: int = FAILED) -> bool:
     """Write ``error`` to the store unless another rank was first; return whether this rank is the one to print it.
+
+    The first one's ``status`` is what all ranks leave with (``failure_status``).
 
     Call it first in the entry point's ``except`` block, before any process group is destroyed: closing the
     connections is what makes the peers fail. A peer's secondary error ("connection closed") waits ``grace_seconds``
@@ -162,10 +170,22 @@ def report_failure(error: BaseException, grace_seconds: float = GRACE_SECONDS) -
             return False
         rank = torch.distributed.get_rank()
         store.set(CAUSE_KEY, f"rank {rank}: {type(error).__name__}: {error}")
+        store.set(STATUS_KEY, str(status))
         return True
     except (RuntimeError, OSError):
         # DistError is a RuntimeError: the store cannot be reached
         return not secondary
+
+
+def failure_status(default: int = FAILED) -> int:
+    """The exit status that the first rank to fail has chosen; ``default`` where nobody has, or it cannot be known."""
+    if not torch.distributed.is_initialized():
+        return default
+    try:
+        return _read_status(_store()) or default
+    except (RuntimeError, OSError):
+        # the rank that served the store has left; the watch has looked into it before
+        return _seen_status or default
 
 
 class FailureWatch:
@@ -173,7 +193,7 @@ class FailureWatch:
 
     A rank inside an NCCL collective does not notice that its peer is gone until the collective's timeout. The watch
     looks into the store every ``interval_seconds``; ``patience_seconds`` after another rank's failure, which is ample
-    for gloo's own errors to arrive, it leaves with status 1. ``stop()`` ends the watch.
+    for gloo's own errors to arrive, it leaves with that rank's status. ``stop()`` ends the watch.
     """
 
     def __init__(self, interval_seconds: float = 1.0, patience_seconds: float = 10.0) -> None:
@@ -191,14 +211,19 @@ class FailureWatch:
         self._thread.join(timeout=5)
 
     def _watch(self) -> None:
+        global _seen_status
         while not self._done.wait(self._interval_seconds):
             try:
                 failed = self._failures.check([CLAIM_KEY])
+                if failed:
+                    _seen_status = _read_status(self._failures)
             except (RuntimeError, OSError):
                 # the store ends with rank 0 or with the launcher: nothing is left to run for
                 failed = True
-            if failed and not self._done.wait(self._patience_seconds):
-                os._exit(1)
+            status = _seen_status or FAILED
+            patience = self._patience_seconds if status == FAILED else STATUS_PATIENCE_SECONDS
+            if failed and not self._done.wait(patience):
+                os._exit(status)
 
 
 def _user_message(error: BaseException, what: str) -> str:
@@ -213,6 +238,16 @@ def _run(action: Callable[[], T], what: str) -> _Outcome[T]:
         return _Outcome(value=action())
     except Exception as error:
         return _Outcome(error=agreed_error(error, what, torch.distributed.get_rank()))
+
+
+def _read_status(store: Any) -> int | None:
+    deadline = time.monotonic() + 1.0
+    # the first one to fail writes its status a moment after its claim
+    while store.check([CLAIM_KEY]) and time.monotonic() < deadline:
+        if store.check([STATUS_KEY]):
+            return int(store.get(STATUS_KEY))
+        time.sleep(0.01)
+    return None
 
 
 def _store(clone: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""How a process of a run ends after an error: the first cause is printed once, and every rank leaves with status 1.
+"""How a process of a run ends after an error: the first cause is printed once, and every rank leaves with one status.
 
 It ends without tidying up: collectives, background threads and exit handlers of a rank whose peers are gone may never
 return, and what is on disk is complete at any moment (``dist.checkpoint``).
@@ -9,35 +9,45 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
-
-import torch
+from typing import Any, NoReturn
 
 from conf.checks import ConfigError
-from dist import agree, env, run_folder
+from dist import agree, env, out_of_memory, run_folder
 
-FAILED = 1
 # a launcher ends all processes when the first one leaves: the one that prints must be it. without a launcher rank 0
 # serves the store in which its peers look who prints: it must not leave before they have
 QUIET_RANK_SECONDS = 1.5
 
 
-def fail(error: BaseException, folder: Path | None, started: bool) -> NoReturn:
+def fail(
+    error: BaseException,
+    folder: Path | None,
+    started: bool,
+    attempt: Callable[[], dict[str, Any]] | None = None,
+) -> NoReturn:
     """Report ``error`` on the one rank that was first to fail, note it in ``status.json`` and leave.
+
+    Memory that has run out is written down with ``attempt``, which says what was tried (step, microbatch), so that the
+    next start does not try it again: then all ranks leave with ``out_of_memory.RESTART_STATUS``. Without ``attempt``
+    nothing would be different the next time, and it is a failure as any other.
 
     Call it in the entry point's ``except`` block, before the process group is destroyed. ``folder`` is the run folder,
     None while there is none. A start that was refused (``ConfigError`` before the run ``started``) says nothing about
     the run that is there: its status stays.
     """
+    out = out_of_memory.is_out_of_memory(error)
+    status = out_of_memory.RESTART_STATUS if out and attempt is not None else agree.FAILED
     # an agreed error is on every rank, and needs no store, which ends with the rank that serves it
-    told_here = env.rank() == 0 if isinstance(error, agree.AgreedError) else agree.report_failure(error)
+    told_here = env.rank() == 0 if isinstance(error, agree.AgreedError) else agree.report_failure(error, status=status)
     if told_here:
         _print(f"error: {_describe(error)}")
         if folder is not None and (started or not isinstance(error, ConfigError)):
-            outcome = "oom" if isinstance(error, torch.OutOfMemoryError) else "failed"
             try:
-                run_folder.write_status(folder, outcome, error=str(error) or _describe(error))
+                if out and attempt is not None:
+                    out_of_memory.add_report(folder, {**attempt(), "rank": env.rank(), "error": str(error)})
+                run_folder.write_status(folder, "oom" if out else "failed", error=str(error) or _describe(error))
             except OSError as problem:
                 _print(f"error: status.json could not be written: {problem}")
     if env.world_size() > 1 and not (told_here and env.under_torchrun()):
@@ -46,7 +56,7 @@ def fail(error: BaseException, folder: Path | None, started: bool) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    os._exit(FAILED)
+    os._exit(status if told_here else agree.failure_status(status))
 
 
 def _print(text: str) -> None:

@@ -69,7 +69,7 @@ def agree_run_folder(config: Config, resolved: str) -> Path:
 def write_status(folder: Path, outcome: str, **fields: Any) -> None:
     """Replace ``status.json`` by ``outcome`` (one of ``OUTCOMES``) and ``fields``. Local: call it on one rank."""
     assert outcome in OUTCOMES, outcome
-    _write_whole(folder / STATUS_NAME, json.dumps(_json_values({"outcome": outcome, "time": _now(), **fields})) + "\n")
+    write_whole(folder / STATUS_NAME, json.dumps(_json_values({"outcome": outcome, "time": _now(), **fields})) + "\n")
 
 
 def append_event(folder: Path, kind: str, **fields: Any) -> None:
@@ -101,7 +101,7 @@ def _open_folder(config: Config, resolved: str) -> Path:
         folder = _make_explicit(config.run.dir) if config.run.dir else _make_default(config.run.name)
         _hold(folder)
         if not (folder / CONFIG_NAME).exists():
-            _write_whole(folder / CONFIG_NAME, resolved)
+            write_whole(folder / CONFIG_NAME, resolved)
             append_event(folder, "start", changed={})
             _sign(folder)
             return folder
@@ -232,7 +232,7 @@ def _json_values(value: Any) -> Any:
     return value
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Replace ``path`` so that a reader sees the old content or the new one, also after a crash."""
     partial = path.with_name(path.name + ".tmp")
     try:
