@@ -19,9 +19,9 @@ def at_least(key: str, value: float | None, low: float) -> None:
         raise ConfigError(f"{key}={value} must be a number >= {low:g}. Set {key} to {low:g} or more.")
 
 
-def above(key: str, value: float, low: float) -> None:
-    """Refuse a number that is not above ``low``, or not finite."""
-    if not (math.isfinite(value) and value > low):
+def above(key: str, value: float | None, low: float) -> None:
+    """Refuse a number that is not above ``low``, or not finite; None is no number and passes."""
+    if value is not None and not (math.isfinite(value) and value > low):
         raise ConfigError(f"{key}={value} must be a number > {low:g}. Set {key} to a value above {low:g}.")
 
 

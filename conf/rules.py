@@ -14,6 +14,7 @@ def check(config: Config, world_size: int) -> None:
     _check_refused(config)
     _check_model(config)
     _check_batch(config, world_size)
+    _check_memory(config, world_size)
     _check_parallel(config, world_size)
     _check_data(config)
     _check_optimizer(config)
@@ -36,6 +37,8 @@ def check_device(config: Config, device_type: str) -> None:
             )
     if device_type == "cuda":
         return
+    if microbatch_of(config, device_type) is None:
+        _check_cpu_memory(config)
     if config.data.document_mask:
         raise ConfigError(
             "data.document_mask=true needs flex attention, which runs on CUDA only; the device is cpu. "
@@ -44,6 +47,29 @@ def check_device(config: Config, device_type: str) -> None:
     if config.log.memory_snapshot:
         raise ConfigError(
             "log.memory_snapshot=true records CUDA allocations; the device is cpu. Set log.memory_snapshot=false."
+        )
+
+
+def microbatch_of(config: Config, device_type: str) -> int | None:
+    """Sequences per forward pass; None where the run chooses them (``microbatch=auto``)."""
+    if config.microbatch == "auto" or config.activation_checkpoint == "auto":
+        return None
+    if config.microbatch is None and (device_type == "cuda" or config.memory.budget_gib is not None):
+        return None
+    return config.model.microbatch if config.microbatch is None else int(config.microbatch)
+
+
+def _check_cpu_memory(config: Config) -> None:
+    key = "microbatch" if config.microbatch == "auto" else "activation_checkpoint"
+    if config.memory.budget_gib is None:
+        raise ConfigError(
+            f"{key}=auto needs memory.budget_gib on a CPU, whose memory is not the run's alone. "
+            "Set for example memory.budget_gib=4, or microbatch to a number."
+        )
+    if config.train.compile:
+        raise ConfigError(
+            "microbatch=auto measures memory on a CPU operation by operation, which compiled code hides "
+            "(train.compile=true). Set microbatch to a number, or train.compile=false."
         )
 
 
@@ -111,6 +137,41 @@ def _check_batch(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"train.global_batch={batch} is not a multiple of {world_size} data-parallel ranks. "
             f"Set it to {nearest}, or start another number of processes."
+        )
+
+
+def _check_memory(config: Config, world_size: int) -> None:
+    memory, fixed = config.memory, isinstance(config.microbatch, int)
+    if config.activation_checkpoint == "auto":
+        if fixed:
+            raise ConfigError(
+                f"activation_checkpoint=auto chooses the microbatch too, and microbatch={config.microbatch} fixes it. "
+                "Set microbatch=auto, or activation_checkpoint to none, selective or full."
+            )
+        if config.train.compile:
+            raise ConfigError(
+                "activation_checkpoint=auto changes what is recomputed during the run, and train.compile=true compiles "
+                "one choice. Set activation_checkpoint to none, selective or full."
+            )
+    rank_batch = config.train.global_batch // world_size
+    clamps = {
+        "memory.min_microbatch": (memory.min_microbatch, 1),
+        "memory.max_microbatch": (memory.max_microbatch, None),
+    }
+    for key, (value, default) in clamps.items():
+        if fixed and value != default:
+            raise ConfigError(
+                f"{key}={value} bounds microbatch=auto; microbatch={config.microbatch} is fixed. Leave one out."
+            )
+    if memory.min_microbatch > rank_batch:
+        raise ConfigError(
+            f"memory.min_microbatch={memory.min_microbatch} is above the {rank_batch} sequences that each of "
+            f"{world_size} ranks has of train.global_batch={config.train.global_batch}. Set it to {rank_batch} or less."
+        )
+    if memory.max_microbatch is not None and memory.max_microbatch < memory.min_microbatch:
+        raise ConfigError(
+            f"memory.max_microbatch={memory.max_microbatch} is below memory.min_microbatch={memory.min_microbatch}. "
+            "Set it to that or more."
         )
 
 

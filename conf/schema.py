@@ -73,7 +73,7 @@ class ModelConfig:
     experts: int = 1
     """Mixture-of-experts is not supported: must stay 1."""
     microbatch: int = 8
-    """Sequences per rank and forward pass where ``microbatch`` is not set on the command line."""
+    """Sequences per rank and forward pass where neither ``microbatch`` nor a memory budget is set."""
 
     def __post_init__(self) -> None:
         choice("model.family", self.family, ("llama3", "gpt2"))
@@ -187,6 +187,35 @@ class ParallelConfig:
         above("parallel.timeout_seconds", self.timeout_seconds, 0)
         # three years; some clocks count nanoseconds in 64 bits
         at_most("parallel.timeout_seconds", self.timeout_seconds, 10**8)
+
+
+@dataclass
+class MemoryConfig:
+    """The memory a run may use, how near it may come to that, and when it is measured."""
+
+    budget_gib: float | None = None
+    """GiB that a rank may use of its device: parameters, gradients, optimizer state, activations, buffers. null: all
+    that the GPU has. ``microbatch=auto`` and ``activation_checkpoint=auto`` need it on a CPU."""
+    margin: float = 0.05
+    """Share of the budget that is never planned with: what a measurement does not see."""
+    headroom_gib: float = 0.0
+    """GiB left free beyond that, for libraries that allocate for themselves (NCCL, cuBLAS)."""
+    min_microbatch: int = 1
+    """``microbatch=auto`` tries none that is smaller."""
+    max_microbatch: int | None = None
+    """``microbatch=auto`` tries none that is larger; null: the rank's whole batch."""
+    ledger_step: int = 2
+    """The step of a start (from 1) whose memory is measured by owner, for ``metrics.jsonl`` and ``memory.png``; on a
+    CPU that step takes several times as long and is left out of the figures of speed. 0: none."""
+
+    def __post_init__(self) -> None:
+        above("memory.budget_gib", self.budget_gib, 0)
+        at_least("memory.headroom_gib", self.headroom_gib, 0)
+        at_least("memory.min_microbatch", self.min_microbatch, 1)
+        at_least("memory.max_microbatch", self.max_microbatch, 1)
+        at_least("memory.ledger_step", self.ledger_step, 0)
+        if not 0 <= self.margin < 1:
+            raise ConfigError(f"memory.margin={self.margin} must lie in [0, 1). Set for example 0.05.")
 
 
 @dataclass
@@ -339,18 +368,22 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    microbatch: Any = "${model.microbatch}"
-    """Sequences per rank and forward pass. A step runs ceil(rank batch / microbatch) of them, as even as possible."""
+    microbatch: Any = None
+    """Sequences per rank and forward pass: a number, or ``auto``, the fastest that fits into the memory. A step runs
+    ceil(rank batch / microbatch) of them, as even as possible. null: auto on GPUs and where ``memory.budget_gib`` is
+    set, otherwise ``model.microbatch``."""
     activation_checkpoint: str = "none"
-    """What is recomputed in backward instead of kept: ``none``, ``full`` (every block) or ``selective`` (torchtitan's
-    per-operation policy)."""
+    """What is recomputed in backward instead of kept: ``none``, ``full`` (every block), ``selective`` (torchtitan's
+    per-operation policy), or ``auto``: with ``microbatch=auto`` the fastest pair of both that fits."""
 
     def __post_init__(self) -> None:
-        choice("activation_checkpoint", self.activation_checkpoint, ("none", "full", "selective"))
-        if isinstance(self.microbatch, bool) or not isinstance(self.microbatch, int) or self.microbatch < 1:
+        choice("activation_checkpoint", self.activation_checkpoint, ("none", "full", "selective", "auto"))
+        number = isinstance(self.microbatch, int) and not isinstance(self.microbatch, bool) and self.microbatch >= 1
+        if self.microbatch not in (None, "auto") and not number:
             raise ConfigError(
-                f"microbatch={self.microbatch} must be a whole number >= 1. Set for example microbatch=8."
+                f"microbatch={self.microbatch} must be auto or a whole number >= 1. Set for example microbatch=8."
             )
