@@ -28,17 +28,25 @@ FORMS: dict[str, tuple[str, ...]] = {
     "rso-200": ("optimizer.interval=200",),
     "rso-warmup": ("optimizer.warmup=10",),
     "rso-half": ("optimizer.lr_scale=0.5",),
+    "rso-half-transport": ("optimizer.lr_scale=0.5", "optimizer.moments=transport"),
+    "rso-half-transport-200": ("optimizer.lr_scale=0.5", "optimizer.moments=transport", "optimizer.interval=200"),
     "rso-double": ("optimizer.lr_scale=2.0",),
     "rso-nodecay": ("optimizer.weight_decay=0.0",),
 }
 ARMS = {
     "adamw": ("optimizer=adamw",),
+    # what the factor on the rate of the blocks does without RSO
+    "adamw-half": ("optimizer=adamw",),
     **{name: ("optimizer=rso", *settings) for name, settings in FORMS.items()},
     "rso_paper": ("optimizer=rso_paper",),
     "rso_gefen": ("optimizer=rso_gefen",),
 }
 # as wide for every arm of a model, and wide enough that the best is inside; some arms have theirs elsewhere
-SMALL_BRACKETS = {"adamw": ("2e-3", "4e-3", "8e-3")}
+SMALL_BRACKETS = {
+    "adamw": ("2e-3", "4e-3", "8e-3"),
+    **dict.fromkeys(("rso-half", "rso-half-transport", "rso-half-transport-200"), ("8e-3", "16e-3", "32e-3")),
+}
+PROGRAMS = {"adamw-half": ("-m", "bench.split_lr", "0.5")}
 SMALL_BRACKET = ("4e-3", "8e-3", "16e-3")
 BRACKETS = {"adamw": ("1e-3", "2e-3", "4e-3"), "rso": ("2e-3", "4e-3", "8e-3"), "rso_gefen": ("2e-3", "4e-3", "8e-3")}
 SEEDS = (0, 1, 2)
@@ -46,7 +54,8 @@ SEEDS = (0, 1, 2)
 
 def small(arm: str) -> list[Trial]:
     """One form at the small setting."""
-    return [Trial("small", arm, ARMS[arm], lr, 0) for lr in SMALL_BRACKETS.get(arm, SMALL_BRACKET)]
+    program = PROGRAMS.get(arm, ("train.py",))
+    return [Trial("small", arm, ARMS[arm], lr, 0, program) for lr in SMALL_BRACKETS.get(arm, SMALL_BRACKET)]
 
 
 def bracket(arm: str) -> list[Trial]:

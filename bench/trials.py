@@ -49,6 +49,8 @@ class Trial:
     """Overrides that make the arm."""
     lr: str
     seed: int
+    program: tuple[str, ...] = ("train.py",)
+    """What Python is given to run."""
 
     @property
     def folder(self) -> Path:
@@ -76,7 +78,7 @@ class Trial:
         own = [f"optimizer.lr={self.lr}", f"train.seed={self.seed}", f"run.dir={self.folder}"]
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with (self.folder.parent / f"{self.folder.name}.log").open("w") as log:
-            command = [sys.executable, "train.py", *MODELS[self.model], *COMMON, *self.settings, *own]
+            command = [sys.executable, *self.program, *MODELS[self.model], *COMMON, *self.settings, *own]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
 
