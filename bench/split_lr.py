@@ -3,7 +3,8 @@
     python -m bench.split_lr 0.5 <overrides of train.py>
 
 trains as ``train.py optimizer=adamw`` does, with the given factor on the learning rate of every matrix in a block.
-RSO has such a factor (``optimizer.lr_scale``), and what it gains is not RSO's: ``bench.rso_quality`` runs AdamW with it.
+RSO has such a factor (``optimizer.lr_scale``), and what it gains is not RSO's:
+``bench.rso_quality`` runs AdamW with it too.
 """
 
 import sys
