@@ -7,6 +7,7 @@ global number of tokens.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from conf.schema import ParallelConfig
 
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # isort: skip
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder  # isort: skip
+
+_POLICIES = {"full": FullAC, "selective": SelectiveAC}
 
 
 def build_mesh(config: ParallelConfig, world_size: int, device_type: str) -> DeviceMesh:
@@ -44,9 +47,10 @@ def apply_parallel(
     that are gathered in ``compute_dtype`` and whose gradients are reduced in fp32. One process that computes in fp32
     is not sharded: FSDP2's bookkeeping would only slow it down.
     """
-    if activation_checkpoint != "none":
-        policy = FullAC if activation_checkpoint == "full" else SelectiveAC
-        policy.Config().build(dump_folder="").apply(model)
+    if activation_checkpoint == "auto":
+        _offer_recomputation(model)
+    elif activation_checkpoint != "none":
+        _POLICIES[activation_checkpoint].Config().build(dump_folder="").apply(model)
     if compile_blocks:
         for block in model.layers.values():  # type: ignore[operator]
             block.compile(fullgraph=True)
@@ -64,6 +68,30 @@ def apply_parallel(
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
             # gloo has no PREMUL_SUM, which FSDP2 would use to undo its division
             module.set_force_sum_reduction_for_comms(True)
+
+
+def set_recomputation(model: nn.Module, policy: str) -> None:
+    """From the next forward on recompute ``none``, ``selective`` or ``full``, in a model wrapped with ``auto``."""
+    for block in model.layers.values():  # type: ignore[operator]
+        block.checkpoint_fn = block.recomputations[policy]
+
+
+def _offer_recomputation(model: nn.Module) -> None:
+    # torchtitan's wrappers of one block differ in what they hand it to
+    policies = {name: policy.Config().build(dump_folder="") for name, policy in _POLICIES.items()}
+    blocks = dict(model.layers.items())  # type: ignore[operator]
+    policies["full"].apply(model)
+    for name, wrapper in model.layers.items():  # type: ignore[operator]
+        selective = policies["selective"]._wrap_block(blocks[name], base_fqn=f"layers.{name}")
+        wrapper.recomputations = {
+            "none": _run,
+            "selective": selective.checkpoint_fn,
+            "full": wrapper.checkpoint_fn,
+        }
+
+
+def _run(block: nn.Module, *arguments: Any, **options: Any) -> Any:
+    return block(*arguments, **options)
 
 
 def reduces_every_microbatch(config: ParallelConfig) -> bool:

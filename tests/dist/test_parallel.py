@@ -51,3 +51,42 @@ def gradients_around_errors(rank: int, world_size: int, config: ParallelConfig) 
 def test_an_error_leaves_the_model_reducing_its_gradients(config: ParallelConfig):
     for first, *others in run_ranks(2, gradients_around_errors, config):
         assert all(torch.equal(other[name], gradient) for other in others for name, gradient in first.items())
+
+
+def gradients_by_policy(rank: int, world_size: int, config: ParallelConfig):
+    """What each policy keeps for backward and the gradients it gives, one model switched over and fresh ones."""
+    tokens, labels = (rows.tensor_split(world_size)[rank] for rows in batch())
+
+    def build(policy: str):
+        model = build_model(LLAMA3, 24, "cpu")
+        mesh = parallel.build_mesh(config, world_size, "cpu")
+        parallel.apply_parallel(model, mesh, config, compute_dtype=torch.float32, activation_checkpoint=policy)
+        init_weights(model, 0, CPU)
+        return model
+
+    def run(model):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes) or tensor, lambda t: t):
+            loss = model(tokens, labels)
+        loss.backward()
+        found = {name: local(parameter.grad).clone() for name, parameter in named_parameters(model).items()}
+        model.zero_grad()
+        return sum(kept), found
+
+    switched = build("auto")
+    results = []
+    for policy in ("full", "none", "selective", "none"):
+        parallel.set_recomputation(switched, policy)
+        results.append((policy, run(switched), run(build(policy))))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_recomputation_can_be_switched_between_steps(world_size: int):
+    for results in run_ranks(world_size, gradients_by_policy, ParallelConfig(mode="fsdp")):
+        kept = {}
+        for policy, (found_bytes, found), (expected_bytes, expected) in results:
+            kept[policy] = expected_bytes
+            assert found_bytes == expected_bytes
+            assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+        assert kept["full"] < kept["none"]
