@@ -14,7 +14,8 @@
 it, ``own``, or else the first operation that reads or writes it, until it is freed. ``UntypedStorage.resize_``, by
 which FSDP2 frees and takes gathered parameters, is followed. Under a ``FakeTensorMode`` (enter it first) its tensors
 count and no others. Not seen: what a kernel or a collective's backend takes and gives back within one operation,
-tensors that nothing has touched since before, and memory that is no tensor's.
+tensors that nothing has touched since before, and memory that is no tensor's. Of real runs: gloo's threads let go of a
+collective's buffers some microseconds after it, so that a peak can differ from run to run.
 
 **Who owns it.** The first that applies, when the storage is made:
 
@@ -85,17 +86,19 @@ class MemoryTracker:
         self._recomputing = 0
         self._waiting = 0
         self._owner = OTHER
+        self._entered = False
         self._fake_mode: Any = None
         self._stack: ExitStack | None = None
 
-    # -- entering and leaving
-
     def __enter__(self) -> "MemoryTracker":
-        if self._stack is not None:
-            raise RuntimeError("this tracker is in use. Enter it once; use on_this_thread() on other threads.")
+        if self._entered:
+            raise RuntimeError(
+                "this tracker was entered before. Make one for every use; other threads use on_this_thread()."
+            )
+        self._entered = True
         self._fake_mode = active_fake_mode()
         if self._fake_mode is not None:
-            # gives collectives an implementation for fake tensors
+            # gives collectives an implementation for fake tensors, for good
             from torch.distributed._tools import fake_collectives  # noqa: F401
         with ExitStack() as stack:
             # last out: finalisers of storages that live on must find nothing
@@ -134,8 +137,6 @@ class MemoryTracker:
         with _Mode(self):
             yield
 
-    # -- what the caller says
-
     def own(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """Storages of ``tensors`` belong to ``owner`` from now on; those not seen so far count from now on.
 
@@ -171,9 +172,10 @@ class MemoryTracker:
     def watch(self, name: str, module: nn.Module) -> None:
         """Open the marker ``name`` while ``module`` runs forward, and while gradients pass through it.
 
-        The latter: from the gradient of its first output until that of its first input that needs one has been passed
-        on (FSDP2's reduction of its gradients included), or else until the phase ends. ``peaks["backward", name]`` is
-        then the most that was held in the backward of this module, its recomputation included.
+        The latter: from the gradient of its first output until that of its first positional input that needs one has
+        been passed on (FSDP2's reduction of its gradients included), or else until the phase ends.
+        ``peaks["backward", name]`` is then the most that was held in the backward of this module, its recomputation
+        included.
         """
         self._watched[module] = name
 
@@ -201,8 +203,6 @@ class MemoryTracker:
         """The number of the step that begins, for the timeline."""
         self._record.set_step(step)
 
-    # -- what the caller reads
-
     @property
     def current(self) -> Moment:
         """Bytes held now, or when tracking ended."""
@@ -226,8 +226,6 @@ class MemoryTracker:
     def forget_peaks(self) -> None:
         """Peaks start anew at what is held now."""
         self._record.forget_peaks()
-
-    # -- storages
 
     def _see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count what an operation has made, found, or resized."""
@@ -296,8 +294,6 @@ class MemoryTracker:
                 if entry is not None and entry.owner in (ACTIVATIONS, OTHER):
                     self._give(COMMUNICATION, value)
 
-    # -- owners
-
     def _push(self, owner: int) -> None:
         self._within.append(owner)
         self._choose_owner()
@@ -332,8 +328,6 @@ class MemoryTracker:
         if parameter.grad is not None:
             self._give(GRADIENTS, parameter.grad)
 
-    # -- modules
-
     def _before_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         is_loss, name = module in self._loss_modules, self._watched.get(module)
         recomputed = self._record.phase == "backward"
@@ -355,7 +349,8 @@ class MemoryTracker:
         if self._recomputing:
             self._recomputing -= 1
         elif name is not None:
-            self._on_gradient((output,), partial(self._record.open_marker, name))
+            outputs = output if isinstance(output, tuple) else (output,)
+            self._on_gradient(outputs, partial(self._record.open_marker, name))
         self._choose_owner()
 
     def _on_gradient(self, values: Iterable[Any], action: Callable[[], None]) -> None:
@@ -375,8 +370,6 @@ class MemoryTracker:
     def _remove_hooks(self) -> None:
         for handle in self._hooks:
             handle.remove()
-
-    # -- what is replaced while tracking
 
     def _around(self, owner: int, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)

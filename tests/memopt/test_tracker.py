@@ -486,7 +486,7 @@ def test_misuse_is_refused(tracker: MemoryTracker):
         Record(1)
     with pytest.raises(RuntimeError, match="Call it within the with block"):
         MemoryTracker().own("other", [])
-    with pytest.raises(RuntimeError, match="this tracker is in use"):
+    with pytest.raises(RuntimeError, match="this tracker was entered before"):
         tracker.__enter__()
     with tracker.phase("forward"), pytest.raises(RuntimeError, match="'backward' was begun within 'forward'"):
         with tracker.phase("backward"):

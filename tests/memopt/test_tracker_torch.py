@@ -126,6 +126,34 @@ def test_owners_under_fsdp():
         assert peaks["optimizer", None].owners["communication"] == 0
 
 
+def waiting_gradients(rank: int, world_size: int, mixed: bool) -> list[dict[str, int]]:
+    """Owners after a backward that is not reduced, a second one, and one that is."""
+    let_gloo_finish()
+    model = mlp()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_force_sum_reduction_for_comms(True)
+    moments = []
+    with MemoryTracker() as tracker:
+        tracker.own("parameters", model.parameters())
+        for last in (False, False, True):
+            model.set_requires_gradient_sync(last)
+            model(torch.zeros(16, 64)).sum().backward()
+            moments.append(held(tracker.current))
+    return moments
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_gradients_that_wait_for_their_reduction(mixed: bool):
+    """Whole on every rank and in fp32, also where they were made in bf16; then halved."""
+    whole = 3 * (64 * 64 + 64) * 4
+    for moments in run_ranks(2, waiting_gradients, mixed):
+        waiting = {"parameters": whole // 2, "gradients": whole}
+        assert moments == [waiting, waiting, {"parameters": whole // 2, "gradients": whole // 2}]
+
+
 def collectives(rank: int, world_size: int) -> list[dict[str, int]]:
     """Owners after collectives, functional and not, into buffers, and over what has an owner."""
     moments = []
