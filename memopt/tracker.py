@@ -24,7 +24,7 @@ collective's buffers some microseconds after it, so that a peak can differ from 
 2. made within ``attribute(owner)`` or a module given to ``mark_loss``: that owner;
 3. made in the phase ``forward``, or by a module that runs again in the phase ``backward`` (activation checkpointing):
    ``activations``, also where it lives for one line only;
-4. ``other``: gradients of activations, temporaries of a step, batches.
+4. ``other``: gradients of activations, temporaries of a step, batches, and what was made unseen.
 
 It changes hands when ``own`` says so, and when it is ``.grad`` of a parameter given to ``own`` (or of FSDP2's gathered
 one): ``gradients`` from then on. What was ``activations`` or ``other`` and is written by a collective becomes
@@ -32,7 +32,7 @@ one): ``gradients`` from then on. What was ``activations`` or ``other`` and is w
 
 Tracking is for one process at a time, costs some microseconds an operation, and changes no number. torch's own
 trackers (``torch.distributed._tools``) count only what operations return, need their modules' hooks, and allow one
-forward per module; ``tests/memopt/test_tracker.py`` says where they agree.
+forward per module; ``tests/memopt/test_tracker_torch.py`` says where they agree.
 """
 
 import weakref

@@ -136,11 +136,16 @@ def test_views_writes_and_resizes(tracker: MemoryTracker):
 
 def test_what_was_made_before_counts_once_it_is_used_or_declared():
     used, declared, untouched = torch.ones(10), torch.ones(20), torch.ones(30)
+    outs = [torch.ones(4), torch.ones(6)]
     with MemoryTracker() as tracker:
         tracker.own("parameters", [declared, declared[3:]])
         assert held(tracker.current) == {"parameters": 80}
-        used.add_(1)
+        used.sum()
         assert held(tracker.current) == {"parameters": 80, "other": 40}
+        # returns nothing
+        torch.split_with_sizes_copy(used, [4, 6], out=outs)
+        assert held(tracker.current) == {"parameters": 80, "other": 80}
+        outs.clear()
         untouched.untyped_storage().resize_(8)
         assert held(tracker.current) == {"parameters": 80, "other": 48}
         del used
