@@ -14,7 +14,9 @@ from rich.console import Console
 from bench.machine import write_result
 from bench.trials import STEPS, Trial, best_lr, done, over_seeds, run_missing, tabulate
 
-# forms of RSO: what differs from optimizer=rso
+# one learning rate for all of the model, as AdamW has it
+WHOLE_RATE = ("optimizer.lr_scale=1.0",)
+# forms of RSO: what differs from that with coordinate P, interval 100 and reset
 FORMS: dict[str, tuple[str, ...]] = {
     "rso": (),
     "rso-haar": ("optimizer.projection=haar",),
@@ -33,13 +35,20 @@ FORMS: dict[str, tuple[str, ...]] = {
     "rso-double": ("optimizer.lr_scale=2.0",),
     "rso-nodecay": ("optimizer.weight_decay=0.0",),
 }
+
+
+def _rate(settings: tuple[str, ...]) -> tuple[str, ...]:
+    return () if any(setting.startswith("optimizer.lr_scale") for setting in settings) else WHOLE_RATE
+
+
 ARMS = {
     "adamw": ("optimizer=adamw",),
     # what the factor on the rate of the blocks does without RSO
     "adamw-half": ("optimizer=adamw",),
-    **{name: ("optimizer=rso", *settings) for name, settings in FORMS.items()},
+    **{name: ("optimizer=rso", *settings, *_rate(settings)) for name, settings in FORMS.items()},
     "rso_paper": ("optimizer=rso_paper",),
-    "rso_gefen": ("optimizer=rso_gefen",),
+    "rso_gefen": ("optimizer=rso_gefen", *WHOLE_RATE),
+    "rso_gefen-half": ("optimizer=rso_gefen", "optimizer.lr_scale=0.5"),
 }
 # as wide for every arm of a model, and wide enough that the best is inside; some arms have theirs elsewhere
 SMALL_BRACKETS = {
@@ -48,39 +57,50 @@ SMALL_BRACKETS = {
 }
 PROGRAMS = {"adamw-half": ("-m", "bench.split_lr", "0.5")}
 SMALL_BRACKET = ("4e-3", "8e-3", "16e-3")
-BRACKETS = {"adamw": ("1e-3", "2e-3", "4e-3"), "rso": ("2e-3", "4e-3", "8e-3"), "rso_gefen": ("2e-3", "4e-3", "8e-3")}
+BRACKETS = {
+    "adamw": ("1e-3", "2e-3", "4e-3"),
+    "adamw-half": ("2e-3", "4e-3", "8e-3"),
+    "rso": ("2e-3", "4e-3", "8e-3"),
+    "rso-half": ("4e-3", "8e-3", "16e-3"),
+    "rso_gefen-half": ("4e-3", "8e-3", "16e-3"),
+}
 SEEDS = (0, 1, 2)
+
+
+def trial(model: str, arm: str, lr: str, seed: int = 0) -> Trial:
+    """One run."""
+    return Trial(model, arm, ARMS[arm], lr, seed, PROGRAMS.get(arm, ("train.py",)))
 
 
 def small(arm: str) -> list[Trial]:
     """One form at the small setting."""
-    program = PROGRAMS.get(arm, ("train.py",))
-    return [Trial("small", arm, ARMS[arm], lr, 0, program) for lr in SMALL_BRACKETS.get(arm, SMALL_BRACKET)]
+    return [trial("small", arm, lr) for lr in SMALL_BRACKETS.get(arm, SMALL_BRACKET)]
 
 
 def bracket(arm: str) -> list[Trial]:
     """One arm at the full setting, seed 0."""
-    return [Trial("llama", arm, ARMS[arm], lr, 0) for lr in BRACKETS[arm]]
+    return [trial("llama", arm, lr) for lr in BRACKETS[arm]]
 
 
 def seeds(arm: str) -> list[Trial]:
     """One arm with all seeds at its best rate; none while that is not known."""
     lr = best_lr(bracket(arm))
-    return [Trial("llama", arm, ARMS[arm], lr, seed) for seed in SEEDS] if lr else []
+    return [trial("llama", arm, lr, seed) for seed in SEEDS] if lr else []
 
 
 def long(arm: str) -> list[Trial]:
     """One arm for longer, at its best rate."""
     lr = best_lr(bracket(arm))
-    return [Trial("long", arm, ARMS[arm], lr, 0)] if lr else []
+    return [trial("long", arm, lr)] if lr else []
 
 
 def plans() -> list[list[Trial]]:
     """What is run first, and what then."""
     return [
-        [trial for arm in ARMS for trial in small(arm)],
-        [trial for arm in BRACKETS for trial in bracket(arm)],
-        [trial for arm in BRACKETS for trial in seeds(arm) + long(arm)],
+        [each for arm in ARMS for each in small(arm)],
+        [each for arm in BRACKETS for each in bracket(arm)],
+        [each for arm in BRACKETS for each in seeds(arm)],
+        [each for arm in BRACKETS for each in long(arm)],
     ]
 
 
@@ -88,10 +108,10 @@ def choose() -> list[dict[str, Any]]:
     """The small setting: of each form the lowest loss of its bracket and where it is, lowest first."""
     rows = []
     for arm in ARMS:
-        found = {trial.lr: loss for trial in small(arm) if (loss := trial.last()) is not None}
+        found = {each.lr: loss for each in small(arm) if (loss := each.last()) is not None}
         if found:
             best = min(found, key=found.__getitem__)
-            rates = [trial.lr for trial in small(arm)]
+            rates = [each.lr for each in small(arm)]
             inside = len(found) == len(rates) and best not in (rates[0], rates[-1])
             rows.append({"arm": arm, "lr": best, "loss": found[best], "inside": inside, "all": found})
     return sorted(rows, key=lambda row: row["loss"])
@@ -104,12 +124,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="regular expression on the run's folder name")
     parser.add_argument("--table", action="store_true", help="run nothing")
     arguments = parser.parse_args()
-    for number in range(3):
+    for number in range(len(plans())):
         if not arguments.table:
             # a later plan needs the results of those before
             run_missing(plans()[number], arguments.jobs, arguments.only)
     console = Console(width=110)
-    runs = done(trial for plan in plans() for trial in plan)
+    runs = done(each for plan in plans() for each in plan)
     console.print(tabulate([run for run in runs if run["model"] != "small"]))
     chosen = choose()
     for row in chosen:
