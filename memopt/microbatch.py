@@ -4,7 +4,7 @@ The controller is driven at the boundaries of optimizer steps, does no collectiv
 
     while training:
         if controller.due():
-            vector = controller.vote(limits, rank's contributors)      # float64
+            vector = controller.vote(limits)                           # of this rank, float64
             decision = controller.decide(all_reduce_max(vector))       # on every rank
         plan = controller.plan()                                       # candidate, measure?, timed?
         ... one optimizer step ...
@@ -97,7 +97,8 @@ class Controller:
         candidates: of ``candidates()``, equal on all ranks.
         settings: equal on all ranks.
         rank, world_size: of all that take part in the vote, every mesh dimension included.
-        fingerprint: plain values of everything that changes the memory curve; ``budget`` is one of its keys.
+        fingerprint: plain values of everything that changes the memory curve, equal on all ranks; ``budget`` is one of
+            its keys, as it was configured.
         predicted: candidate -> bytes from a plan; chooses where to start and is not trusted further.
         step: optimizer steps done before.
         replay: records of an earlier run; its candidates run at its steps, and nothing is measured or decided.
@@ -155,8 +156,9 @@ class Controller:
         return self._search.phase in (SETTLED, LOCKED)
 
     def tokens_per_second(self, candidate: Candidate) -> float | None:
-        """Of all ranks, at ``candidate``; None where it was not timed."""
-        seconds = self._search.seconds.get(self.candidates.index(candidate))
+        """Of all ranks, at ``candidate``; of a single step where it was not timed further, None where never."""
+        index = self.candidates.index(candidate)
+        seconds = self._search.seconds.get(index, self._search.rough.get(index))
         return self.settings.tokens_per_step / seconds if seconds else None
 
     def due(self) -> bool:
@@ -202,6 +204,8 @@ class Controller:
         if regime is not None and regime != self._regime:
             self._regime = regime
             search.seconds.clear()
+            search.rough.clear()
+            self._times.clear()
             search.caps.clear()
             search.changes = 0
             if self.settled:
@@ -273,13 +277,15 @@ class Controller:
         except DoesNotFitError as error:
             raise DoesNotFitError(self._does_not_fit(str(error), ballot, contributors or {})) from None
         old, old_phase = self.candidate, search.phase
-        rough = min((seconds for seconds in ballot.times if seconds < math.inf), default=None)
+        undisturbed = [seconds for seconds in ballot.times if seconds < math.inf]
+        if undisturbed:
+            search.rough[search.current] = min(undisturbed)
         search.apply(move, known=not ballot.unmeasured)
         if self.candidate != old or search.phase != old_phase:
             self._times.clear()
             self._retries.clear()
         self._moved = False
-        record = self._record(old, move, ballot, rough)
+        record = self._record(old, move, ballot)
         notable = self.candidate != old or search.phase != old_phase
         return Decision(search.step, old, self.candidate, search.phase, move.reason, notable, record)
 
@@ -294,6 +300,7 @@ class Controller:
             "current": search.current,
             "phase": search.phase,
             "seconds": {str(index): seconds for index, seconds in search.seconds.items()},
+            "rough": {str(index): seconds for index, seconds in search.rough.items()},
             "visits": {str(index): steps for index, steps in search.visits.items()},
             "peaks": {str(index): peak for index, peak in (self._curve.stale | self._curve.fresh).items()},
             "floor": self._curve.floor,
@@ -327,6 +334,7 @@ class Controller:
         search = self._search
         search.current, search.phase, search.step = state["current"], state["phase"], state["step"]
         search.seconds = {int(index): seconds for index, seconds in state["seconds"].items()}
+        search.rough = {int(index): seconds for index, seconds in state["rough"].items()}
         search.visits = {int(index): steps for index, steps in state["visits"].items()}
         search.caps |= set(state["caps"])
         search.changes, search.decisions = state["changes"], state["decisions"]
@@ -373,13 +381,9 @@ class Controller:
         }
         return guards | {f"seconds at {one}": search.seconds.get(i, -1.0) for i, one in enumerate(self.candidates)}
 
-    def _record(self, old: Candidate, move: Move, ballot: Ballot, rough: float | None) -> dict[str, Any]:
-        """The event of a decision; tokens/s before may be of a single step where the size was left untimed."""
+    def _record(self, old: Candidate, move: Move, ballot: Ballot) -> dict[str, Any]:
         rank = ballot.tightest()
         use = ballot.uses[rank]
-        before = self.tokens_per_second(old)
-        if before is None and rough is not None:
-            before = self.settings.tokens_per_step / rough
         return {
             "step": self._search.step,
             "accumulation_before": old.accumulation,
@@ -392,7 +396,7 @@ class Controller:
             "use_bytes": int(use.need),
             "usable_bytes": int(use.usable),
             "budget_bytes": int(use.budget),
-            "tokens_per_second_before": before,
+            "tokens_per_second_before": self.tokens_per_second(old),
             "tokens_per_second_after": self.tokens_per_second(self.candidate),
         }
 

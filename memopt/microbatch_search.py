@@ -69,6 +69,8 @@ class Search:
     """Why memory must be looked at before the next step."""
     seconds: dict[int, float] = field(default_factory=dict)
     """Candidate -> seconds of a step: the median of the maxima over ranks."""
+    rough: dict[int, float] = field(default_factory=dict)
+    """Candidate -> seconds of its fastest single step seen at a decision; tells, but decides nothing."""
     caps: set[int] = field(default_factory=set)
     """Candidates that ran out of memory in this regime."""
     refused: set[int] = field(default_factory=set)

@@ -33,6 +33,7 @@ def test_a_resumed_run_goes_on_without_a_search(stop):
     run.run(30)
     assert differences == [] and set(run.rows) == {16} and run.settled_at().rows == 16
     assert run.controller.tokens_per_second(Candidate(16, 4)) == TOKENS / rewarding(Candidate(16, 4))
+    assert run.controller.tokens_per_second(Candidate(1, 64)) == pytest.approx(TOKENS / rewarding(Candidate(1, 64)))
     assert run.controller.state()["step"] == stop + 30
     assert not any(plan.measure for plan in run.plans)
 
