@@ -61,8 +61,8 @@ BRACKETS = {
     "adamw": ("1e-3", "2e-3", "4e-3"),
     "adamw-half": ("2e-3", "4e-3", "8e-3"),
     "rso": ("2e-3", "4e-3", "8e-3"),
-    "rso-half": ("4e-3", "8e-3", "16e-3"),
-    "rso_gefen-half": ("4e-3", "8e-3", "16e-3"),
+    "rso-half": ("2e-3", "4e-3", "8e-3"),
+    "rso_gefen-half": ("2e-3", "4e-3", "8e-3"),
 }
 SEEDS = (0, 1, 2)
 
