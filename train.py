@@ -22,7 +22,10 @@ if __name__ == "__main__":
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +41,12 @@ from dist import agree, parallel
 from dist.checkpoint import Checkpointer
 from dist.ending import fail
 from dist.group import choose_device, process_group
-from dist.reduce import check_presence, clip_, global_sums, global_token_count, squared_norm_share
+from dist.out_of_memory import RESTART_STATUS, is_out_of_memory, read_reports
+from dist.reduce import check_presence, clip_, global_maxima, global_sums, global_token_count, squared_norm_share
 from dist.run_folder import agree_run_folder, write_status
 from memopt.build import build_optimizer, decayed_names, lr_factor, prepare_model
+from memopt.ledger import TrackerMeter
+from memopt.microbatch_run import AutomaticMicrobatch, Microbatch, meter_of, set_microbatch
 from memopt.sharded import StateOptimizer
 from memopt.subspace import is_subspace
 from models.build import build_model
@@ -55,7 +61,6 @@ from observe.observer import Observer, build_observer
 from observe.profiler import Profiler, build_profiler
 from observe.summary import read_outcome
 
-PREEMPTED_STATUS = 75
 PROMPT_TOKENS = 16
 
 
@@ -74,8 +79,10 @@ class Run:
     meter: StepMeter
     observer: Observer
     profiler: Profiler
-    accumulation: int
-    """Microbatches per step and rank."""
+    microbatch: Microbatch
+    """Chooses the microbatch of every step."""
+    ledger: TrackerMeter
+    """Measures the memory of a step by owner."""
     start: int
     """The step that was resumed; 0 for a new run."""
     step: int
@@ -84,6 +91,10 @@ class Run:
     """Samples consumed: the position in the data."""
     skipped: int = 0
     """Steps skipped in a row."""
+    committed: int = 0
+    """The last step whose update has begun: no second attempt at it may be made."""
+    doing: str = "start"
+    """What the run is at, for the report of a lack of memory."""
 
 
 def main(config: Config) -> int:
@@ -102,8 +113,8 @@ def main(config: Config) -> int:
             outcome = train(run)
             finish(run, outcome)
         except BaseException as error:
-            fail(error, folder, started=run is not None)
-    return 0 if outcome == "done" or env.under_torchrun() else PREEMPTED_STATUS
+            fail(error, folder, started=run is not None, attempt=attempted(run))
+    return 0 if outcome == "done" or env.under_torchrun() else RESTART_STATUS
 
 
 def open_run_data(config: Config) -> Data:
@@ -130,16 +141,33 @@ def build_run(config: Config, data: Data, folder: Path, device: torch.device) ->
     flops = flops_per_token(config.model, settings.seq_len)
     step_tokens = settings.global_batch * settings.seq_len
     meter = StepMeter(step_tokens, world_size, flops, device, tokens=meta["tokens"])
-    accumulation = math.ceil(settings.global_batch / world_size / config.microbatch)
-    header = describe(config, folder, device, model, accumulation)
+    header = describe(config, folder, device, model)
     observer = build_observer(config, folder, rank == 0, meta["step"], header, meta.get("observer"))
     for note in optimizer.notes():
         observer.event("optimizer", meta["step"], **note)
+    microbatch = choose_microbatch(config, folder, device, model, optimizer, observer, meta)
+    ledger = meter_of(model, optimizer, device, model.lm_head)
     profiler = build_profiler(config.log, folder, rank, device)
     return Run(
-        config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, profiler, accumulation,
-        meta["step"], meta["step"], meta["samples"],
+        config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, profiler, microbatch,
+        ledger, meta["step"], meta["step"], meta["samples"],
     )  # fmt: skip
+
+
+def choose_microbatch(
+    config: Config, folder: Path, device: torch.device, model: LanguageModel, optimizer: StateOptimizer,
+    observer: Observer, meta: dict[str, Any],
+) -> Microbatch:  # fmt: skip
+    """The microbatch that was set, or what finds it; what ran out of memory in an earlier start is not tried again."""
+    rows = rules.microbatch_of(config, device.type)
+    if rows is not None:
+        return set_microbatch(config, rows, env.world_size())
+    reports = agree.on_first(lambda: read_reports(folder), "reading what has run out of memory")
+    switch = partial(parallel.set_recomputation, model)
+    microbatch = AutomaticMicrobatch(config, model, optimizer, device, meta["step"], observer.event, switch)
+    if changed := microbatch.resume(meta.get("microbatch"), reports):
+        observer.event("microbatch", meta["step"], reason="searched anew", changed=changed)
+    return microbatch
 
 
 def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
@@ -177,7 +205,7 @@ def train(run: Run) -> str:
     stop = min(settings.steps, settings.stop_after or settings.steps)
     while run.step < stop:
         with run.profiler.step(run.step + 1):
-            record = train_step(run)
+            record = take_step(run)
         if run.step == settings.steps or (settings.eval_interval and run.step % settings.eval_interval == 0):
             with run.meter.pause():
                 record["val_loss"] = evaluate(run)
@@ -188,14 +216,59 @@ def train(run: Run) -> str:
     return "done" if run.step >= settings.steps else "preempted"
 
 
-def train_step(run: Run) -> dict[str, Any]:
-    """One optimizer step on the next global batch. Returns its record."""
-    config, meter, model = run.config, run.meter, run.model
-    step = run.step + 1
-    seed_step(config.train.seed, step)
-    with meter.phase("data"):
+def take_step(run: Run) -> dict[str, Any]:
+    """The next step at the microbatch of the moment, its memory measured where that is asked for. Its record.
+
+    A single process that runs out of memory tries the step again with a smaller microbatch; several ranks cannot, since
+    the others are within a collective (``dist.out_of_memory``).
+    """
+    with run.meter.phase("data"):
         batch = next(run.loader)
-        microbatches = split(batch, run.accumulation, run.device)
+    first = run.step + 1 - run.start == run.config.memory.ledger_step and not run.config.train.compile
+    retried = False
+    while True:
+        run.doing = "deciding"
+        watched = run.microbatch.choose() or first
+        try:
+            with watching(run) if watched else nullcontext(), run.microbatch.watch():
+                record = train_step(run, batch)
+            break
+        except (RuntimeError, MemoryError) as error:
+            again = env.world_size() == 1 and run.committed <= run.step and is_out_of_memory(error)
+            if not again or not run.microbatch.rule_out():
+                raise
+            run.observer.event("out of memory", run.step, doing=run.doing, error=str(error))
+        # outside of the handler: what the error held is gone
+        parallel.drop_gradients(run.model)
+        retried = True
+    ledger = run.ledger.last if watched else None
+    disturbed = retried or watched or record["paused_seconds"] > 0
+    run.microbatch.record(record["step_seconds"], disturbed, ledger and ledger.peak_bytes)
+    if ledger is not None:
+        record |= {"ledger": ledger.record(), "steady": False}
+        run.observer.memory(ledger, run.config.memory.budget_gib)
+    return record
+
+
+@contextmanager
+def watching(run: Run) -> Iterator[None]:
+    """Measure the memory of the step within."""
+    with run.ledger.measure(run.step + 1) as tracker:
+        run.meter.beside = tracker.phase
+        try:
+            yield
+        finally:
+            run.meter.beside = None
+
+
+def train_step(run: Run, batch: Batch) -> dict[str, Any]:
+    """One optimizer step on a global batch. Returns its record."""
+    config, meter, model = run.config, run.meter, run.model
+    step, size = run.step + 1, run.microbatch.candidate
+    seed_step(config.train.seed, step)
+    run.doing = "training"
+    with meter.phase("data"):
+        microbatches = split(batch, size.accumulation, run.device)
         count = global_token_count([labels for _, labels, _ in microbatches])
     summed = torch.zeros((), dtype=torch.float64, device=run.device)
     every = parallel.reduces_every_microbatch(config.parallel)
@@ -221,6 +294,7 @@ def train_step(run: Run) -> dict[str, Any]:
         if finite:
             clip_(gradients, norm, config.train.max_norm)
             run.optimizer.set_lr(lr)
+            run.committed, run.doing = step, "updating"
             run.optimizer.step()
         run.optimizer.zero_grad()
     run.step, run.samples = step, run.samples + config.train.global_batch
@@ -233,6 +307,8 @@ def train_step(run: Run) -> dict[str, Any]:
         **meter.step(step_tokens),
         "data_wait_seconds": run.loader.wait_seconds,
         "skipped": not finite,
+        "microbatch": size.rows,
+        "accumulation": size.accumulation,
         "memory": memory_usage(run.device),
         **({"optimizer": run.optimizer.gauges()} if step % config.log.interval == 0 else {}),
     }
@@ -241,11 +317,12 @@ def train_step(run: Run) -> dict[str, Any]:
 def evaluate(run: Run) -> float | None:
     """Mean held-out loss per token, every token once over all ranks; None where nothing is held out."""
     settings = run.config.train
+    run.doing = "evaluating"
     if run.data.val is None:
         return None
     summed = torch.zeros((), dtype=torch.float64, device=run.device)
     count = torch.zeros((), dtype=torch.int64, device=run.device)
-    rows = min(run.config.microbatch, settings.global_batch // env.world_size())
+    rows = run.microbatch.candidate.rows
     with parallel.evaluation(run.model):
         for batch in eval_batches(run.data.val, rows, env.rank(), env.world_size(), settings.eval_tokens):
             ((tokens, labels, positions),) = split(batch, 1, run.device)
@@ -309,12 +386,14 @@ def weights_of(model: LanguageModel) -> dict[str, Tensor]:
 
 def save(run: Run) -> None:
     """Write the checkpoint of this step."""
+    run.doing = "saving"
     meta = {
         "step": run.step,
         "samples": run.samples,
         "tokens": run.meter.tokens,
         "data": run.data.identity,
         "observer": agree.broadcast(run.observer.state),
+        "microbatch": agree.broadcast(run.microbatch.state()),
         "config": compose.flatten(run.config),
     }
     blocked = run.checkpointer.save(run.step, tensors_of(run.model, run.optimizer), meta)
@@ -340,9 +419,7 @@ def resume(
     return meta
 
 
-def describe(
-    config: Config, folder: Path, device: torch.device, model: LanguageModel, accumulation: int
-) -> dict[str, Any]:
+def describe(config: Config, folder: Path, device: torch.device, model: LanguageModel) -> dict[str, Any]:
     """What the head of the log says."""
     parameters = weights_of(model)
     decayed = decayed_names(config.optimizer.decay, parameters)
@@ -355,8 +432,7 @@ def describe(
         "parallel": config.parallel.mode,
         "world_size": env.world_size(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "microbatch": math.ceil(config.train.global_batch / env.world_size() / accumulation),
-        "accumulation": accumulation,
+        "microbatch": rules.microbatch_of(config, device.type) or "auto",
         "global_batch": config.train.global_batch,
         "seq_len": config.train.seq_len,
         "steps": config.train.steps,
@@ -398,11 +474,20 @@ def summarise(run: Run, outcome: str) -> dict[str, Any]:
         "parameters": count_parameters(run.config.model),
         "optimizer_state_bytes": int(state_bytes),
         "optimizer_state_bytes_per_param": state_bytes / count_parameters(run.config.model),
-        "microbatch": math.ceil(run.config.train.global_batch / env.world_size() / run.accumulation),
-        "accumulation": run.accumulation,
+        "microbatch": run.microbatch.candidate.rows,
+        "accumulation": run.microbatch.candidate.accumulation,
+        "activation_checkpoint": run.microbatch.candidate.policy,
+        **run.microbatch.throughput(),
+        "memory": None if run.ledger.last is None else global_maxima(run.ledger.last.record()),
         "world_size": env.world_size(),
         "sample": text,
     }
+
+
+def attempted(run: Run | None) -> dict[str, Any] | None:
+    """What is written down if memory has run out; None where the next start would do the same again."""
+    made = run.microbatch.attempt() if run is not None else None
+    return made and run and {"step": run.step + 1, "doing": run.doing, **made}
 
 
 if __name__ == "__main__":

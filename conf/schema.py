@@ -204,6 +204,8 @@ class MemoryConfig:
     """``microbatch=auto`` tries none that is smaller."""
     max_microbatch: int | None = None
     """``microbatch=auto`` tries none that is larger; null: the rank's whole batch."""
+    replay: str | None = None
+    """``events.jsonl`` of an earlier run, whose decisions on the microbatch are made again instead of new ones."""
     ledger_step: int = 2
     """The step of a start (from 1) whose memory is measured by owner, for ``metrics.jsonl`` and ``memory.png``; on a
     CPU that step takes several times as long and is left out of the figures of speed. 0: none."""

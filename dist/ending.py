@@ -9,7 +9,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,7 +24,7 @@ def fail(
     error: BaseException,
     folder: Path | None,
     started: bool,
-    attempt: Callable[[], dict[str, Any]] | None = None,
+    attempt: dict[str, Any] | None = None,
 ) -> NoReturn:
     """Report ``error`` on the one rank that was first to fail, note it in ``status.json`` and leave.
 
@@ -46,7 +45,7 @@ def fail(
         if folder is not None and (started or not isinstance(error, ConfigError)):
             try:
                 if out and attempt is not None:
-                    out_of_memory.add_report(folder, {**attempt(), "rank": env.rank(), "error": str(error)})
+                    out_of_memory.add_report(folder, {**attempt, "rank": env.rank(), "error": str(error)})
                 run_folder.write_status(folder, "oom" if out else "failed", error=str(error) or _describe(error))
             except OSError as problem:
                 _print(f"error: status.json could not be written: {problem}")

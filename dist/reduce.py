@@ -3,12 +3,14 @@
 Every rank gets the same bits and so takes the same decision (clip, skip, stop) without a further vote.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from dist import agree
 
 
 def global_token_count(labels: Sequence[Tensor], ignored: int = -100) -> Tensor:
@@ -23,6 +25,13 @@ def global_sums(*values: Tensor) -> list[float]:
     total = torch.stack([value.detach().double().reshape(()) for value in values])
     torch.distributed.all_reduce(total)
     return total.tolist()
+
+
+def global_maxima(table: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """Every number of a table with the same keys on all ranks, as its maximum over them."""
+    own = torch.tensor([list(row.values()) for row in table.values()], dtype=torch.int64)
+    torch.distributed.all_reduce(own, torch.distributed.ReduceOp.MAX, group=agree.control_group())
+    return {key: dict(zip(table[key], values, strict=True)) for key, values in zip(table, own.tolist(), strict=True)}
 
 
 def check_presence(here: int, everywhere: float) -> None:

@@ -213,6 +213,10 @@ class Gefen(torch.optim.Optimizer):
         books = sum(book.levels.nbytes + book.codes.nbytes for book in self._codebooks.values())
         return books + sum(entry.num_bytes() for entry in self._entries.values() if entry.state)
 
+    def held_tensors(self) -> list[Tensor]:
+        """The tables of codes that follow from the codebooks."""
+        return [book.codes for book in self._codebooks.values()]
+
     def transient_bytes(self) -> int:
         """Bytes that a step allocates beyond parameters, gradients and state, and frees again: an upper bound.
 

@@ -179,6 +179,11 @@ class RSO(torch.optim.Optimizer):
         values = {f"{_b_name(name)}.value": tensor for name, tensor in self._values.state.items()}
         return tensors | values | self._counters()
 
+    def held_tensors(self) -> list[Tensor]:
+        """Every P, and what the rules hold."""
+        projections = [group.projection.values for group in self._subspaces]
+        return projections + [tensor for rule in self._rules for tensor in rule.held_tensors()]
+
     @contextmanager
     def loading(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[dict[str, Tensor]]:
         """As of every optimizer of the trainer; P of the checkpoint is drawn again at the end.

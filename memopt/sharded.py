@@ -40,6 +40,10 @@ class StateOptimizer(Protocol):
     def state_tensors(self) -> dict[str, Tensor]:
         """Name -> live state tensor: DTensors, or plain tensors that are equal on all ranks. Loading writes into it."""
 
+    def held_tensors(self) -> list[Tensor]:
+        """What this rank holds for the rule beside ``state_tensors``: what can be made again, such as a P of RSO."""
+        ...
+
     def loading(self, shapes: Mapping[str, Sequence[int]]) -> AbstractContextManager[dict[str, Tensor]]:
         """Tensors for a checkpoint to fill, named as ``state_tensors``; the state once the block ends well.
 
@@ -153,6 +157,9 @@ class ShardedOptimizer:
             if self._counts_steps:
                 tensors[f"{name}.step"] = state["step"]
         return tensors
+
+    def held_tensors(self) -> list[Tensor]:
+        return []
 
     @contextmanager
     def loading(self, shapes: Mapping[str, Sequence[int]]) -> Iterator[dict[str, Tensor]]:

@@ -45,6 +45,8 @@ class StepMeter:
         if device_name is None and device.type == "cuda":
             device_name = torch.cuda.get_device_name(device)
         self.peak = mfu.device_peak(device_name)
+        self.beside: Callable[[str], contextlib.AbstractContextManager[None]] | None = None
+        """What else is told of phases: it is entered with the name of each."""
         self._device = device
         self._clock = clock
         self._timer: _Timer = _EventTimer() if device.type == "cuda" else _HostTimer(clock)
@@ -65,7 +67,8 @@ class StepMeter:
         self._start()
         outer = self._switch(name)
         try:
-            yield
+            with contextlib.nullcontext() if self.beside is None else self.beside(name):
+                yield
         finally:
             self._switch(outer)
 

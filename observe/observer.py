@@ -15,6 +15,7 @@ from typing import Any
 from conf.compose import config_hash
 from conf.schema import Config
 from observe.plot import plot_loss
+from observe.plot_memory import plot_memory
 from observe.profiler import profiled_steps
 from observe.sinks import Record, Sink
 from observe.sinks.board import TensorBoardSink
@@ -53,6 +54,16 @@ class Observer:
         self._totals.add_evaluation(step, record)
         for sink in self._sinks:
             self._guarded(sink.name, sink.evaluation, step, record)
+
+    def memory(self, ledger: Any, budget_gib: float | None) -> None:
+        """Record a step's memory by owner (``memopt.ledger.Ledger``) as an event, and draw ``memory.png``."""
+        if self._folder is None:
+            return
+        peaks = {f"{owner}_bytes": part["peak"] for owner, part in ledger.record().items()}
+        self.event("memory", ledger.step, phase=ledger.phase, **peaks)
+        budget = None if budget_gib is None else budget_gib * 2**30
+        title = f"memory of step {ledger.step}, rank 0"
+        self._guarded("memory.png", plot_memory, self._folder / "memory.png", ledger.timeline, title, budget)
 
     def event(self, kind: str, step: int | None = None, **fields: Any) -> None:
         """Record a decision in ``events.jsonl``, with the time in UTC."""

@@ -158,6 +158,8 @@ def _entry(key: str, value: Any) -> str:
 
 
 def _told(key: str, value: Any) -> str:
+    if key.endswith("_bytes") and isinstance(value, int):
+        return f"{key.removesuffix('_bytes').replace('_', ' ')} {size_of(value)}"
     return f"{key.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{key.replace('_', ' ')} {value}"
 
 
@@ -176,6 +178,11 @@ def number(value: Any, form: str) -> str:
 def size(num_bytes: int | None) -> str:
     """Bytes as GiB with two digits."""
     return "n/a" if num_bytes is None else f"{num_bytes / 2**30:.2f}G"
+
+
+def size_of(num_bytes: int) -> str:
+    """Bytes in the unit that suits them."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def split(record: Record) -> str:

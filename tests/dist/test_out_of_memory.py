@@ -104,7 +104,7 @@ def run_out(rank: int, world_size: int, folder: str, fault: str, failing: int) -
         torch.distributed.all_reduce(torch.zeros(3))
         watch.stop()
     except BaseException as error:
-        ending.fail(error, Path(folder), started=True, attempt=lambda: {"step": 7, "rows": 8})
+        ending.fail(error, Path(folder), started=True, attempt={"step": 7, "rows": 8})
 
 
 @pytest.mark.parametrize("world_size, failing", [(1, 0), (2, 0), (2, 1), (3, 1), (4, 0), (4, 3)])
@@ -126,7 +126,7 @@ def stuck(rank: int, world_size: int, folder: str) -> None:
     FailureWatch(interval_seconds=0.1)
     if rank == 0:
         time.sleep(50)
-    ending.fail(MemoryError(), Path(folder), started=True, attempt=dict)
+    ending.fail(MemoryError(), Path(folder), started=True, attempt={})
 
 
 def test_a_rank_that_hangs_leaves_with_it_too(tmp_path: Path):
