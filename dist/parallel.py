@@ -79,9 +79,9 @@ def set_recomputation(model: nn.Module, policy: str) -> None:
 def _offer_recomputation(model: nn.Module) -> None:
     # torchtitan's wrappers of one block differ in what they hand it to
     policies = {name: policy.Config().build(dump_folder="") for name, policy in _POLICIES.items()}
-    blocks = dict(model.layers.items())  # type: ignore[operator]
+    blocks = dict(model.layers.items())  # type: ignore[operator, union-attr]
     policies["full"].apply(model)
-    for name, wrapper in model.layers.items():  # type: ignore[operator]
+    for name, wrapper in model.layers.items():  # type: ignore[operator, union-attr]
         selective = policies["selective"]._wrap_block(blocks[name], base_fqn=f"layers.{name}")
         wrapper.recomputations = {
             "none": _run,
