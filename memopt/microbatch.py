@@ -232,7 +232,7 @@ class Controller:
     def vote(self, limits: Limits) -> list[float]:
         """This rank's vector for one all-reduce MAX in float64. May call ``limits.reserve``."""
         self._take_peak()
-        self._curve.settle_floor(limits.floor_bytes)
+        self._curve.settle_floor(limits)
         search, usable = self._search, self._curve.usable(limits)
         lowest_need = self._curve.need(limits.floor_bytes, limits)
         needs = [self._need(index, limits) for index in range(len(self.candidates))]

@@ -1,7 +1,9 @@
 """How much memory a candidate needs on this rank, bounded from what was measured at others.
 
 Assumed: the peak of a step is the largest of several lines a_t + b_t m in the rows m, each with b_t >= 0 and
-a_t >= S, where S is the floor: bytes that are resident during the whole forward and backward. Then, measured P(m),
+a_t >= S, where S is the floor: bytes that are resident during the whole forward and backward. Where a step has several
+microbatches, all but the first find gradients resident, at least g and at most G bytes, and their peak is that of the
+step: its floor is S + g, and it is at most G above that of a step of one microbatch. Then, measured P(m),
 
 * k m rows need at most U = S + k (P(m) - S) for k >= 1, and at most P(m) for k <= 1;
 * between two measured sizes the peak is at most their chord (it is convex), beyond them at least;
@@ -35,6 +37,8 @@ class Limits:
     """Declared but perhaps not yet seen, and possible at the peak: added to every need."""
     optimizer_bytes: int = 0
     """Declared periodic peak of the optimizer above the floor, while no activation is alive."""
+    gradients: tuple[int, int] = (0, 0)
+    """Of the gradients that all microbatches of a step but the first find: at least, and at most."""
     reserve: Callable[[int], bool] | None = None
     """Tries to allocate and free that many bytes now; False if it could not. None: not asked."""
 
@@ -53,6 +57,7 @@ class Curve:
         self.fresh: dict[int, float] = {}
         self.stale: dict[int, float] = {}
         self.floor: float | None = None
+        self._gradients: tuple[float, float] = (0.0, 0.0)
         self.fragmentation = 1.0
         """Reserved over allocated bytes at the largest peak so far."""
         self._largest_peak = 0.0
@@ -79,11 +84,11 @@ class Curve:
         self.fresh[index] = peak
         return moved
 
-    def settle_floor(self, floor: float) -> None:
+    def settle_floor(self, limits: Limits) -> None:
         """Take the floor of now; stale peaks move with what became resident or was freed since the last one."""
         if self.floor is not None:
-            self._move_stale(floor - self.floor)
-        self.floor = floor
+            self._move_stale(limits.floor_bytes - self.floor)
+        self.floor, self._gradients = limits.floor_bytes, limits.gradients
 
     def outdate(self, scale: float = 1.0) -> None:
         """Memory has changed: nothing is fresh. Activations are ``scale`` times what they were."""
@@ -112,9 +117,10 @@ class Curve:
     def lower(self, index: int) -> float:
         """Bytes that candidate ``index`` needs at least: the chord through the two largest measured sizes below it."""
         known = self.fresh or self.stale
-        floor = self._floor(known)
-        rows = self._candidates[index].rows
-        own = self._points(known, self._hunger[index])
+        repeats, rows = self._repeats(index), self._candidates[index].rows
+        floor = self._floor(known, repeats)
+        least = {i: self._least(i, peak, repeats) for i, peak in known.items()}
+        own = self._points(least, self._hunger[index])
         below, above = [point for point in own if point[0] <= rows], [point for point in own if point[0] > rows]
         bounds = [floor] + [floor + rows / m * (peak - floor) for m, peak in above]
         if below:
@@ -133,10 +139,24 @@ class Curve:
         settings = self._settings
         return limits.budget_bytes * (1.0 - settings.margin) / self.fragmentation - settings.headroom_bytes
 
-    def _floor(self, known: Mapping[int, float]) -> float:
+    def _repeats(self, index: int) -> bool:
+        """Whether a step of this candidate has microbatches that find gradients resident."""
+        return self._candidates[index].accumulation > 1
+
+    def _most(self, index: int, peak: float, repeats: bool) -> float:
+        """What a step of these rows needs at most, with or without gradients resident, if candidate ``index`` needs
+        ``peak``."""
+        return peak + self._gradients[1] * (repeats and not self._repeats(index))
+
+    def _least(self, index: int, peak: float, repeats: bool) -> float:
+        """The same, at least."""
+        return peak - self._gradients[1] * (self._repeats(index) and not repeats)
+
+    def _floor(self, known: Mapping[int, float], repeats: bool) -> float:
         # a floor above a peak cannot be one, nor one above where the line through two peaks starts: some line then
         # starts lower, and the bounds must allow for it
-        floor = min([self.floor or 0.0, *known.values()])
+        known = {index: peak for index, peak in known.items() if self._repeats(index) == repeats}
+        floor = min([(self.floor or 0.0) + self._gradients[0] * repeats, *known.values()])
         for policy in set(self._hunger):
             own = self._points(known, policy)
             for (m1, p1), (m2, p2) in pairwise(own):
@@ -148,7 +168,7 @@ class Curve:
         return sorted((self._candidates[i].rows, peak) for i, peak in known.items() if self._hunger[i] == hunger)
 
     def _bounds(self, index: int, known: Mapping[int, float]) -> list[float]:
-        floor, rows, hunger = self._floor(known), self._candidates[index].rows, self._hunger[index]
+        rows, hunger, repeats = self._candidates[index].rows, self._hunger[index], self._repeats(index)
         bounds, own = [], []
         for other, peak in known.items():
             k = max(1.0, rows / self._candidates[other].rows)
@@ -157,8 +177,9 @@ class Curve:
                     continue
                 k *= self._settings.entry_ratio
             elif hunger == self._hunger[other]:
-                own.append((self._candidates[other].rows, peak))
-            bounds.append(floor + k * (peak - floor))
+                own.append((self._candidates[other].rows, self._most(other, peak, repeats)))
+            floor = self._floor(known, self._repeats(other))
+            bounds.append(self._most(other, floor + k * (peak - floor), repeats))
         below = max((point for point in own if point[0] < rows), default=None)
         above = min((point for point in own if point[0] > rows), default=None)
         if below and above:

@@ -17,6 +17,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from conf.schema import Config
+from dist.parallel import reduces_every_microbatch
 from memopt import layout
 from memopt.ledger import AllocatorMeter, TrackerMeter, can_reserve, foreign_bytes
 from memopt.microbatch import Candidate, Controller, Limits, Sample, Settings, candidates
@@ -120,6 +121,7 @@ class AutomaticMicrobatch:
     ) -> None:
         self._controller = _build_controller(config, device, step)
         self._optimizer, self._model, self._device = optimizer, model, device
+        self._whole_gradients = not reduces_every_microbatch(config.parallel)
         budget = config.memory.budget_gib
         self._budget_bytes = None if budget is None else int(budget * GIB)
         self._tell, self._switch = tell, switch
@@ -229,7 +231,20 @@ class AutomaticMicrobatch:
         growth = max(0, self._optimizer.state_bytes() - parts["optimizer state"])
         step = max(self._optimizer.transient_bytes(), self._optimizer.periodic_bytes())
         floor = parts["parameters"] + parts["optimizer state"]
-        return Limits(budget, floor, optimizer_bytes=parts["gradients"] + step + growth, reserve=reserve)
+        gradients = parts["gradients"]
+        if self._whole_gradients:
+            # summed as every rank has them, until the last microbatch
+            trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+            accumulated = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        else:
+            accumulated = gradients
+        return Limits(
+            budget,
+            floor,
+            optimizer_bytes=gradients + step + growth,
+            gradients=(accumulated, accumulated),
+            reserve=reserve,
+        )
 
     def _reserve(self, size: int) -> bool:
         return can_reserve(self._device, size)

@@ -38,3 +38,19 @@ def run_ranks(world_size: int, fn: Callable, *args: Any) -> list[Any]:
             _worker, args=(world_size, folder, fn, args), nprocs=world_size, start_method="fork"
         )
         return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(world_size)]
+
+
+def run_apart(fn: Callable, *args: Any) -> Any:
+    """Run ``fn(*args)`` in a forked process and return its result.
+
+    For what makes a fake process group: torch keeps offsets of shards by shape and mesh, and forked ranks of later
+    tests would take those of rank 0 for their own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(_apart, args=(folder, fn, args), nprocs=1, start_method="fork")
+        return torch.load(Path(folder) / "result", weights_only=False)
+
+
+def _apart(index: int, folder: str, fn: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    torch.save(fn(*args), f"{folder}/result")

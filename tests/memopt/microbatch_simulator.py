@@ -42,6 +42,7 @@ class FakeRun:
     options: dict = field(default_factory=dict)
     added: float = 0
     optimizer: float = 0
+    gradients: tuple[float, float] = (0, 0)
     reserve: Callable[[int, int], bool] | None = None
     reserved: Callable[[float], float] | None = None
     retries: Callable[[Candidate, int, int], int] = lambda candidate, step, rank: 0
@@ -76,7 +77,7 @@ class FakeRun:
             return self.reserve is None or self.reserve(extra, rank)
 
         floor = self.floor(len(self.trace))
-        return Limits(self.budgets[rank], floor, self.added, self.optimizer, reserve)
+        return Limits(self.budgets[rank], floor, self.added, self.optimizer, self.gradients, reserve)
 
     def decide(self):
         while self.controller.due():

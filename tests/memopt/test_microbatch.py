@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from memopt.microbatch import Candidate, Controller, DivergenceError, DoesNotFitError, Limits, candidates
+from memopt.microbatch import Candidate, Controller, DivergenceError, DoesNotFitError, Limits, Settings, candidates
+from memopt.microbatch_memory import Curve
 from tests.memopt.microbatch_simulator import FakeRun, affine, reduce_max, rewarding, with_settings
 
 FLOOR = 100.0
@@ -64,6 +65,46 @@ def test_no_step_exceeds_the_budget_on_random_curves(seed):
             for one in run.candidates
             if kept.rows < one.rows <= 2 * kept.rows
         )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_earlier_microbatches_are_part_of_the_floor_where_there_are_any(seed):
+    """A step of one microbatch finds none: its peak says less of the steps of several."""
+    rng = random.Random(seed)
+    proved = 0
+    for _ in range(150):
+        rank_batch, gradients = rng.choice([8, 32, 64, 100]), rng.uniform(0, 200)
+        lines = random_lines(rng)
+
+        def peak(one, step=0, rank=0, lines=lines, gradients=gradients):
+            return lines(one) + gradients * (one.accumulation > 1)
+
+        smallest, half = peak(Candidate(1, 2)), peak(Candidate(rank_batch // 2, 2))
+        budget = smallest + rng.random() * (half - smallest) * 1.1
+        known = {"floor": floor, "gradients": (gradients, gradients)}
+        run = FakeRun(rank_batch, [budget], peak, **known).run(40)
+        assert not run.overshoots
+        assert run.probes() <= math.log2(rank_batch) + 3
+        blind = FakeRun(rank_batch, [budget], peak, floor=floor).run(40)
+        proved += run.rows[-1] > blind.rows[-1]
+    assert proved > 10, "knowing of them admits larger sizes"
+
+
+def test_a_step_of_one_microbatch_bounds_those_of_several_with_their_gradients_added():
+    one, several = Candidate(4, 1), Candidate(2, 2)
+    curve = Curve([several, one], Settings(1000, margin=0.0))
+    curve.settle_floor(Limits(1000, 100, gradients=(30, 40)))
+    curve.measure(1, 180.0, None)
+    assert curve.upper(0) == 180 + 40
+    assert curve.lower(0) == 130 + (180 - 130) / 2
+    curve.measure(0, 170.0, None)
+    assert curve.upper(0) == 170.0
+    # in the other direction nothing has to be added: whoever finds no gradients needs less
+    other = Curve([several, one], Settings(1000, margin=0.0))
+    other.settle_floor(Limits(1000, 100, gradients=(30, 40)))
+    other.measure(0, 170.0, None)
+    assert other.upper(1) == 130 + 2 * (170 - 130)
+    assert other.lower(1) == 170 - 40
 
 
 def test_a_kink_from_below_the_floor_costs_one_step_once():

@@ -18,7 +18,7 @@ def measured(peaks, floor=FLOOR, policies=("none",), **changes):
     place = {(one.policy, one.rows): index for index, one in enumerate(found)}
     place |= {one.rows: index for index, one in enumerate(found) if one.policy == policies[0]}
     curve = Curve(found, with_settings(**changes))
-    curve.settle_floor(floor)
+    curve.settle_floor(Limits(1000, floor))
     for key, peak in peaks.items():
         curve.measure(place[key], peak, None)
     return curve, place
@@ -89,7 +89,7 @@ def test_declared_peaks():
 def test_stale_peaks_move_with_the_floor_and_never_serve_growth():
     curve, place = measured({2: 120.0, 8: 200.0})
     curve.outdate()
-    curve.settle_floor(150.0)
+    curve.settle_floor(Limits(1000, 150))
     assert curve.upper(place[8]) == 250.0 and curve.upper(place[2]) == 170.0
     curve.measure(place[8], 260.0, None)
     assert curve.upper(place[2]) == 180.0, "a smaller one moves as the measured one did"

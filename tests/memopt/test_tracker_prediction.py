@@ -30,7 +30,7 @@ from models.build import build_model
 from models.init import init_weights
 from models.names import named_parameters
 from tests.memopt.test_tracker_torch import let_gloo_finish
-from tests.spawn import run_ranks
+from tests.spawn import run_apart, run_ranks
 
 MODEL = ["train.seq_len=64", "train.loss_chunk=50", "microbatch=2"]
 ROWS = 2
@@ -120,6 +120,10 @@ def take_step(tracker: MemoryTracker, model: nn.Module, batch: Tensor, every: bo
 
 
 def predicted(world_size: int, overrides: list[str]) -> tuple[Peaks, Moment]:
+    return run_apart(_predicted, world_size, overrides)
+
+
+def _predicted(world_size: int, overrides: list[str]) -> tuple[Peaks, Moment]:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         return peaks_of_steps(0, world_size, overrides, fake=True)
