@@ -210,6 +210,8 @@ def train(run: Run) -> str:
             with run.meter.pause():
                 record["val_loss"] = evaluate(run)
         run.observer.step(record)
+        if run.microbatch.settled:
+            show_memory(run)
         if interval and (run.step == stop or run.step % interval == 0):
             with run.meter.pause():
                 save(run)
@@ -224,11 +226,10 @@ def take_step(run: Run) -> dict[str, Any]:
     """
     with run.meter.phase("data"):
         batch = next(run.loader)
-    first = run.step + 1 - run.start == run.config.memory.ledger_step and not run.config.train.compile
     retried = False
     while True:
         run.doing = "deciding"
-        watched = run.microbatch.choose() or first
+        watched = run.microbatch.choose() or wants_ledger(run)
         try:
             with watching(run) if watched else nullcontext(), run.microbatch.watch():
                 record = train_step(run, batch)
@@ -241,19 +242,30 @@ def take_step(run: Run) -> dict[str, Any]:
         # outside of the handler: what the error held is gone
         parallel.drop_gradients(run.model)
         retried = True
-    ledger = run.ledger.last if watched else None
+    ledger = run.ledger.ledgers[run.microbatch.candidate] if watched else None
     disturbed = retried or watched or record["paused_seconds"] > 0
     run.microbatch.record(record["step_seconds"], disturbed, ledger and ledger.peak_bytes)
-    if ledger is not None:
-        record |= {"ledger": ledger.record(), "steady": False}
+    return record | ({"ledger": ledger.record(), "steady": False} if ledger is not None else {})
+
+
+def wants_ledger(run: Run) -> bool:
+    """Whether the next step is to be measured by owner: one at the microbatch that is settled, from
+    ``memory.ledger_step`` on."""
+    wanted, now = run.config.memory.ledger_step, run.step + 1 - run.start
+    new = run.microbatch.settled and run.microbatch.candidate not in run.ledger.ledgers
+    return new and 0 < wanted <= now and not run.config.train.compile
+
+
+def show_memory(run: Run) -> None:
+    """Record and draw the memory of the present microbatch, once."""
+    if (ledger := run.ledger.of(run.microbatch.candidate)) is not None:
         run.observer.memory(ledger, run.config.memory.budget_gib)
-    return record
 
 
 @contextmanager
 def watching(run: Run) -> Iterator[None]:
     """Measure the memory of the step within."""
-    with run.ledger.measure(run.step + 1) as tracker:
+    with run.ledger.measure(run.step + 1, run.microbatch.candidate) as tracker:
         run.meter.beside = tracker.phase
         try:
             yield
@@ -268,7 +280,7 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
     seed_step(config.train.seed, step)
     run.doing = "training"
     with meter.phase("data"):
-        microbatches = split(batch, size.accumulation, run.device)
+        microbatches = batch.split(size.accumulation, run.device)
         count = global_token_count([labels for _, labels, _ in microbatches])
     summed = torch.zeros((), dtype=torch.float64, device=run.device)
     every = parallel.reduces_every_microbatch(config.parallel)
@@ -309,6 +321,7 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
         "skipped": not finite,
         "microbatch": size.rows,
         "accumulation": size.accumulation,
+        **run.microbatch.gauges(),
         "memory": memory_usage(run.device),
         **({"optimizer": run.optimizer.gauges()} if step % config.log.interval == 0 else {}),
     }
@@ -325,21 +338,11 @@ def evaluate(run: Run) -> float | None:
     rows = run.microbatch.candidate.rows
     with parallel.evaluation(run.model):
         for batch in eval_batches(run.data.val, rows, env.rank(), env.world_size(), settings.eval_tokens):
-            ((tokens, labels, positions),) = split(batch, 1, run.device)
+            ((tokens, labels, positions),) = batch.split(1, run.device)
             summed += run.model(tokens, labels, positions)
             count += (labels != IGNORE).sum()
     total, tokens_seen = global_sums(summed, count)
     return total / tokens_seen if tokens_seen else None
-
-
-def split(batch: Batch, parts: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Cut this rank's rows into ``parts`` microbatches whose sizes differ by at most one row, on ``device``."""
-    tokens, labels, positions = (
-        None if tensor is None else tensor.to(device, non_blocking=True).tensor_split(parts)
-        for tensor in (batch.tokens, batch.labels, batch.positions)
-    )
-    assert tokens is not None and labels is not None
-    return list(zip(tokens, labels, positions or [None] * parts, strict=True))
 
 
 def seed_step(seed: int, step: int) -> None:
@@ -446,6 +449,7 @@ def finish(run: Run, outcome: str) -> None:
     run.checkpointer.close()
     told = agree.on_first(lambda: read_outcome(run.folder), "reading summary.json")
     if run.step > run.start or told != outcome:
+        show_memory(run)
         run.observer.finish(summarise(run, outcome))
     else:
         settings = run.config.train
@@ -461,7 +465,7 @@ def finish(run: Run, outcome: str) -> None:
 def summarise(run: Run, outcome: str) -> dict[str, Any]:
     """What ``summary.json`` says beyond the records of the steps. Collective."""
     (state_bytes,) = global_sums(torch.tensor(float(run.optimizer.state_bytes()), device=run.device))
-    text = None
+    text, ledger = None, run.ledger.of(run.microbatch.candidate)
     if outcome == "done" and run.config.run.sample_tokens:
         prompt = next(eval_batches(run.data.val or run.data.train, 1, 0, 1)).tokens[0, :PROMPT_TOKENS].tolist()
         tokenizer, count, seed = run.data.tokenizer, run.config.run.sample_tokens, run.config.train.seed
@@ -478,7 +482,7 @@ def summarise(run: Run, outcome: str) -> dict[str, Any]:
         "accumulation": run.microbatch.candidate.accumulation,
         "activation_checkpoint": run.microbatch.candidate.policy,
         **run.microbatch.throughput(),
-        "memory": None if run.ledger.last is None else global_maxima(run.ledger.last.record()),
+        "memory": None if ledger is None else global_maxima(ledger.record()),
         "world_size": env.world_size(),
         "sample": text,
     }

@@ -207,8 +207,9 @@ class MemoryConfig:
     replay: str | None = None
     """``events.jsonl`` of an earlier run, whose decisions on the microbatch are made again instead of new ones."""
     ledger_step: int = 2
-    """The step of a start (from 1) whose memory is measured by owner, for ``metrics.jsonl`` and ``memory.png``; on a
-    CPU that step takes several times as long and is left out of the figures of speed. 0: none."""
+    """The step of a start (from 1) whose memory is measured by owner, for ``metrics.jsonl`` and ``memory.png``; with
+    ``microbatch=auto``, one after it that runs what was settled on. It takes several times as long and is left out of
+    the figures of speed. 0: none."""
 
     def __post_init__(self) -> None:
         above("memory.budget_gib", self.budget_gib, 0)

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data.order import SampleOrder
 from data.shards import TokenFiles, check_ids
@@ -35,6 +36,15 @@ class Batch:
     sample_ids: np.ndarray
     index: int
     positions: torch.Tensor | None = None
+
+    def split(self, parts: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Tokens, labels and positions of ``parts`` microbatches, whose rows differ by at most one, on ``device``."""
+        tokens, labels, positions = (
+            None if tensor is None else tensor.to(device, non_blocking=True).tensor_split(parts)
+            for tensor in (self.tokens, self.labels, self.positions)
+        )
+        assert tokens is not None and labels is not None
+        return list(zip(tokens, labels, positions or [None] * parts, strict=True))
 
 
 class TokenDataset:

@@ -5,7 +5,7 @@ slows the step it watches. ``AllocatorMeter`` reads CUDA's allocator: free, it s
 whom. ``measure`` on CUDA takes both: what the allocator has handed out beyond the tracked tensors is ``other``.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -63,13 +63,19 @@ class TrackerMeter:
         loss: nn.Module,
     ) -> None:
         self._device, self._parameters, self._state, self._loss = device, parameters, state, loss
-        self.last: Ledger | None = None
+        self.ledgers: dict[Hashable, Ledger] = {}
+        """Of the last measured step of each kind."""
+
+    def of(self, kind: Hashable) -> Ledger | None:
+        """The ledger of ``kind``, of the kind that was measured last if there is none, None before any."""
+        return self.ledgers.get(kind, next(reversed(self.ledgers.values()), None))
 
     @contextmanager
-    def measure(self, step: int) -> Iterator[MemoryTracker]:
-        """Watch the step ``step``, which runs within the block; ``last`` is its ledger afterwards.
+    def measure(self, step: int, kind: Hashable) -> Iterator[MemoryTracker]:
+        """Watch the step ``step``, which runs within the block; it is the one in ``ledgers`` of its ``kind`` then.
 
-        Yields the tracker, whose ``phase`` the step must enter.
+        ``kind`` tells steps of different need apart (the candidate of ``memopt.microbatch``). Yields the tracker,
+        whose ``phase`` the step must enter.
         """
         on_cuda = self._device.type == "cuda"
         tracker = MemoryTracker(self._device.type, block=CUDA_BLOCK if on_cuda else 1)
@@ -88,7 +94,7 @@ class TrackerMeter:
             unseen = torch.cuda.memory_allocated(self._device) - sum(persistent.values())
             persistent["other"] += max(0, unseen)
             highest["other"] += max(0, torch.cuda.max_memory_allocated(self._device) - sum(highest.values()))
-        self.last = Ledger(step, persistent, highest, peak.phase, line)
+        self.ledgers[kind] = Ledger(step, persistent, highest, peak.phase, line)
 
 
 class AllocatorMeter:

@@ -15,6 +15,7 @@ Out of memory is never the signal: a size runs only if the upper bound of its ne
 ``microbatch_ballot``. Settled, nothing is exchanged between two looks ``Settings.interval`` steps apart.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -139,6 +140,8 @@ class Controller:
         self._peak: float | None = None
         self._reserved: float | None = None
         self._moved = False
+        self.use: Use | None = None
+        """What the next step needs at most and may use, on the rank that has least left; None before a decision."""
 
     @property
     def candidate(self) -> Candidate:
@@ -281,6 +284,7 @@ class Controller:
         if undisturbed:
             search.rough[search.current] = min(undisturbed)
         search.apply(move, known=not ballot.unmeasured)
+        self.use = self._expected(ballot)
         if self.candidate != old or search.phase != old_phase:
             self._times.clear()
             self._retries.clear()
@@ -381,11 +385,19 @@ class Controller:
         }
         return guards | {f"seconds at {one}": search.seconds.get(i, -1.0) for i, one in enumerate(self.candidates)}
 
+    def _expected(self, ballot: Ballot) -> Use:
+        now = ballot.uses[ballot.tightest()]
+        if ballot.upper[self._search.current] >= REFUSED:
+            return now
+        return dataclasses.replace(now, need=ballot.upper[self._search.current] * now.usable)
+
     def _record(self, old: Candidate, move: Move, ballot: Ballot) -> dict[str, Any]:
         rank = ballot.tightest()
         use = ballot.uses[rank]
         return {
             "step": self._search.step,
+            "rows_before": old.rows,
+            "policy_before": old.policy,
             "accumulation_before": old.accumulation,
             "accumulation": self.candidate.accumulation,
             "rows": self.candidate.rows,

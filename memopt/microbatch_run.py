@@ -40,8 +40,17 @@ class Microbatch(Protocol):
     def candidate(self) -> Candidate:
         """What the last ``choose`` said."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is being searched at the moment."""
+        ...
+
     def choose(self) -> bool:
         """Decide what the next step runs; whether its memory must be followed by tensors. May be collective."""
+        ...
+
+    def gauges(self) -> dict[str, Any]:
+        """For the record of a step: what the search is at, and how much of the memory is in use."""
         ...
 
     def watch(self) -> AbstractContextManager[None]:
@@ -71,11 +80,16 @@ class Microbatch(Protocol):
 class FixedMicrobatch:
     """A microbatch that was set. No collective, no measurement, no decision."""
 
+    settled = True
+
     def __init__(self, candidate: Candidate) -> None:
         self.candidate = candidate
 
     def choose(self) -> bool:
         return False
+
+    def gauges(self) -> dict[str, Any]:
+        return {}
 
     def watch(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -135,6 +149,10 @@ class AutomaticMicrobatch:
     def candidate(self) -> Candidate:
         return self._controller.candidate
 
+    @property
+    def settled(self) -> bool:
+        return self._controller.settled
+
     def choose(self) -> bool:
         """Raises ``memopt.microbatch.DoesNotFitError`` on every rank if not even the smallest fits on some."""
         while self._controller.due():
@@ -144,6 +162,14 @@ class AutomaticMicrobatch:
             self._policy = plan.candidate.policy
             self._switch(self._policy)
         return plan.measure and self._allocator is None
+
+    def gauges(self) -> dict[str, Any]:
+        use = self._controller.use
+        return {
+            "microbatch_phase": self._controller.phase,
+            "memory_utilisation": use and use.utilisation,
+            "memory_headroom_bytes": use and int(use.budget - use.need),
+        }
 
     def watch(self) -> AbstractContextManager[None]:
         if self._allocator is not None:

@@ -13,7 +13,8 @@ def memory_usage(device: torch.device) -> dict[str, int | None]:
     """Bytes in use now and at their highest since the process started; ``None`` where it is not known.
 
     ``process_now`` and ``process_peak`` are the resident set. ``device_allocated`` and ``device_reserved`` are what
-    the CUDA allocator has handed out and what it holds, each with its peak; ``None`` on a CPU.
+    the CUDA allocator has handed out and what it holds, each with its peak, which is that of the last step where
+    ``microbatch=auto`` looks for it; ``None`` on a CPU.
     """
     now, peak = _resident_set()
     usage: dict[str, int | None] = {"process_now": now, "process_peak": peak}

@@ -37,6 +37,7 @@ class Observer:
         self._interval = _Interval(interval)
         self._known = known
         self._warned: set[str] = set()
+        self._drawn: Any = None
 
     def step(self, record: Record) -> None:
         """Record a training step: ``step`` (from 1), and at will ``loss``, ``lr``, ``grad_norm``, ``memory``, the keys
@@ -56,11 +57,13 @@ class Observer:
             self._guarded(sink.name, sink.evaluation, step, record)
 
     def memory(self, ledger: Any, budget_gib: float | None) -> None:
-        """Record a step's memory by owner (``memopt.ledger.Ledger``) as an event, and draw ``memory.png``."""
-        if self._folder is None:
+        """Record a step's memory by owner (``memopt.ledger.Ledger``) as an event, and draw ``memory.png``; not again
+        where it is the ledger that is drawn there."""
+        if self._folder is None or ledger is self._drawn:
             return
+        self._drawn = ledger
         peaks = {f"{owner}_bytes": part["peak"] for owner, part in ledger.record().items()}
-        self.event("memory", ledger.step, phase=ledger.phase, **peaks)
+        self.event("memory", ledger.step, phase=ledger.phase, budget_gib=budget_gib, **peaks)
         budget = None if budget_gib is None else budget_gib * 2**30
         title = f"memory of step {ledger.step}, rank 0"
         self._guarded("memory.png", plot_memory, self._folder / "memory.png", ledger.timeline, title, budget)

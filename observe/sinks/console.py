@@ -57,6 +57,7 @@ class ConsoleSink:
         self._console = console or _SurvivingConsole()
         self._header = header
         self._rows: deque[Record] = deque(maxlen=ROWS)
+        self._memory: str | None = None
         self._drawn = 0.0
         self._live: Live | None = None
         if self._console.is_terminal:
@@ -85,9 +86,12 @@ class ConsoleSink:
             self._draw()
 
     def event(self, record: Record) -> None:
-        told = {key: value for key, value in record.items() if key not in ("time", "kind", "step")}
-        place = f"step {record['step']} " if record.get("step") is not None else ""
-        self._line(f"{place}{record['kind']}: " + ", ".join(map(_told, told, told.values())))
+        if record["kind"] == "memory" and self._live is not None:
+            # it stays in view
+            self._memory = event_line(record)
+            self._draw()
+        else:
+            self._line(event_line(record))
 
     def finish(self, summary: Record) -> None:
         """The last rows stay, and below them how the run ended."""
@@ -121,6 +125,8 @@ class ConsoleSink:
         lines = [Text(header_line(self._header), style="dim"), table]
         if self._rows and "step_split" in self._rows[-1]:
             lines.append(Text(f"time {split(self._rows[-1])}", style="dim"))
+        if self._memory is not None:
+            lines.append(Text(self._memory, style="dim"))
         return Group(*lines)
 
     def _line(self, text: str) -> None:
@@ -136,6 +142,13 @@ def ending(summary: Record) -> list[str]:
         f"{number(summary.get('tokens_per_second'), ',.0f')} tokens/s (median)",
     )
     lines = ["", " · ".join(figures)]
+    if "first_microbatch" in summary:
+        before, after = (summary.get(f"{name}microbatch_tokens_per_second") for name in ("first_", ""))
+        settled = "" if summary.get("microbatch_settled") else " (still searching)"
+        lines.append(
+            f"microbatch {summary['first_microbatch']} -> {summary['microbatch']} rows{settled}, "
+            f"{number(before, ',.0f')} -> {number(after, ',.0f')} tokens/s"
+        )
     if summary.get("sample"):
         lines += ["text sample, after a held-out prompt:", *(f"    {line}" for line in summary["sample"].splitlines())]
     if "folder" in summary:
@@ -155,6 +168,43 @@ def _entry(key: str, value: Any) -> str:
     if isinstance(value, int) and value >= 100_000:
         value = f"{value / 1e6:,.1f} M"
     return f"{key.replace('_', ' ')} {'n/a' if value is None else value}"
+
+
+def event_line(record: Record) -> str:
+    """A decision in words: step, kind, and what there is to say of it; unknown figures are left out."""
+    place = f"step {record['step']} " if record.get("step") is not None else ""
+    if record["kind"] == "microbatch" and "rows" in record:
+        return place + _microbatch(record)
+    if record["kind"] == "memory":
+        return place + _memory(record)
+    told = {key: value for key, value in record.items() if key not in ("time", "kind", "step") and value is not None}
+    return f"{place}{record['kind']}: " + ", ".join(map(_told, told, told.values()))
+
+
+def _microbatch(record: Record) -> str:
+    old, new = (
+        f"{record['rows_before']} x {record['accumulation_before']}",
+        f"{record['rows']} x {record['accumulation']}",
+    )
+    if record["policy_before"] != record["policy"]:
+        old, new = f"{old} ({record['policy_before']})", f"{new} ({record['policy']})"
+    known = [record[f"tokens_per_second_{when}"] for when in ("before", "after")]
+    speed = " -> ".join("n/a" if rate is None else f"{rate:,.0f}" for rate in known) + " tokens/s"
+    parts = [
+        f"microbatch {new}" if old == new else f"microbatch {old} -> {new}",
+        f"{record['phase']}: {record['reason']}",
+        f"{size_of(record['use_bytes'])} of {size_of(record['budget_bytes'])} on rank {record['tightest_rank']}",
+        *([speed] if any(rate is not None for rate in known) else []),
+    ]
+    return " · ".join(parts)
+
+
+def _memory(record: Record) -> str:
+    held = {key.removesuffix("_bytes"): value for key, value in record.items() if key.endswith("_bytes")}
+    total = held.pop("total")
+    parts = " + ".join(f"{owner.replace('_', ' ')} {size_of(value)}" for owner, value in held.items() if value)
+    budget = "" if record.get("budget_gib") is None else f" of {size_of(int(record['budget_gib'] * 2**30))}"
+    return f"memory at its peak, in the {record['phase']}: {size_of(total)}{budget} = {parts}"
 
 
 def _told(key: str, value: Any) -> str:
