@@ -113,7 +113,7 @@ def main(config: Config) -> int:
             outcome = train(run)
             finish(run, outcome)
         except BaseException as error:
-            fail(error, folder, started=run is not None, attempt=attempted(run))
+            fail(error, folder, started=run is not None, attempt=run and attempted(run))
     return 0 if outcome == "done" or env.under_torchrun() else RESTART_STATUS
 
 
@@ -143,6 +143,8 @@ def build_run(config: Config, data: Data, folder: Path, device: torch.device) ->
     meter = StepMeter(step_tokens, world_size, flops, device, tokens=meta["tokens"])
     header = describe(config, folder, device, model)
     observer = build_observer(config, folder, rank == 0, meta["step"], header, meta.get("observer"))
+    if meta["step"]:
+        observer.event("resume", meta["step"])
     for note in optimizer.notes():
         observer.event("optimizer", meta["step"], **note)
     microbatch = choose_microbatch(config, folder, device, model, optimizer, observer, meta)
@@ -164,7 +166,8 @@ def choose_microbatch(
         return set_microbatch(config, rows, env.world_size())
     reports = agree.on_first(lambda: read_reports(folder), "reading what has run out of memory")
     switch = partial(parallel.set_recomputation, model)
-    microbatch = AutomaticMicrobatch(config, model, optimizer, device, meta["step"], observer.event, switch)
+    whole = not parallel.reduces_every_microbatch(config.parallel)
+    microbatch = AutomaticMicrobatch(config, model, optimizer, device, meta["step"], observer.event, switch, whole)
     if changed := microbatch.resume(meta.get("microbatch"), reports):
         observer.event("microbatch", meta["step"], reason="searched anew", changed=changed)
     return microbatch
@@ -488,10 +491,10 @@ def summarise(run: Run, outcome: str) -> dict[str, Any]:
     }
 
 
-def attempted(run: Run | None) -> dict[str, Any] | None:
+def attempted(run: Run) -> dict[str, Any] | None:
     """What is written down if memory has run out; None where the next start would do the same again."""
-    made = run.microbatch.attempt() if run is not None else None
-    return made and run and {"step": run.step + 1, "doing": run.doing, **made}
+    made = run.microbatch.attempt()
+    return made and {"step": run.step + 1, "doing": run.doing, **made}
 
 
 if __name__ == "__main__":

@@ -216,7 +216,11 @@ def _text(value: object) -> str:
 
 
 def _resolve_paths(config: Config) -> None:
-    for section, name in ((config.run, "dir"), (config.data, "path"), (config.data, "dir"), (config.data, "tokenizer")):
+    paths = (
+        *((config.run, "dir"), (config.memory, "replay")),
+        *((config.data, name) for name in ("path", "dir", "tokenizer")),
+    )
+    for section, name in paths:
         if getattr(section, name) is not None:
             setattr(section, name, os.path.abspath(os.path.expanduser(getattr(section, name))))
     for source in config.data.sources:

@@ -163,6 +163,11 @@ def _check_memory(config: Config, world_size: int) -> None:
             raise ConfigError(
                 f"{key}={value} bounds microbatch=auto; microbatch={config.microbatch} is fixed. Leave one out."
             )
+    if fixed and memory.replay is not None:
+        raise ConfigError(
+            f"memory.replay={memory.replay} makes the decisions of microbatch=auto again; microbatch="
+            f"{config.microbatch} is fixed. Leave one out."
+        )
     if memory.min_microbatch > rank_batch:
         raise ConfigError(
             f"memory.min_microbatch={memory.min_microbatch} is above the {rank_batch} sequences that each of "

@@ -172,7 +172,8 @@ class Controller:
         """What the next step runs; the same on all ranks."""
         search = self._search
         if self._replay is not None:
-            search.current = self._replay.get(search.step, search.current)
+            made = [step for step in self._replay if step <= search.step]
+            search.current = self._replay[max(made)] if made else search.current
             return StepPlan(self.candidate, measure=False, timed=False)
         assert not search.due(), "a decision is due before the next step"
         return StepPlan(self.candidate, search.measures(), search.times())

@@ -16,8 +16,8 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from conf.checks import ConfigError
 from conf.schema import Config
-from dist.parallel import reduces_every_microbatch
 from memopt import layout
 from memopt.ledger import AllocatorMeter, TrackerMeter, can_reserve, foreign_bytes
 from memopt.microbatch import Candidate, Controller, Limits, Sample, Settings, candidates
@@ -121,6 +121,10 @@ class AutomaticMicrobatch:
         step: optimizer steps done before.
         tell: records an event (kind, step, values): every decision that changes something.
         switch: is given the policy of activation checkpointing where the run chooses that too.
+        whole_gradients: whether gradients are summed unsharded until the last microbatch of a step reduces them.
+
+    Raises:
+        ConfigError: what ``memory.replay`` names has no decisions.
     """
 
     def __init__(
@@ -132,10 +136,11 @@ class AutomaticMicrobatch:
         step: int,
         tell: Callable[..., None],
         switch: Callable[[str], None],
+        whole_gradients: bool,
     ) -> None:
         self._controller = _build_controller(config, device, step)
         self._optimizer, self._model, self._device = optimizer, model, device
-        self._whole_gradients = not reduces_every_microbatch(config.parallel)
+        self._whole_gradients = whole_gradients
         budget = config.memory.budget_gib
         self._budget_bytes = None if budget is None else int(budget * GIB)
         self._tell, self._switch = tell, switch
@@ -311,12 +316,30 @@ def _build_controller(config: Config, device: torch.device, step: int) -> Contro
 
 
 def read_decisions(path: Path) -> list[dict[str, Any]]:
-    """The decisions on the microbatch in the ``events.jsonl`` of a run. Raises ``ValueError`` where it has none."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    decisions = [record for record in records if record.get("kind") == "microbatch" and "rows" in record]
+    """The decisions on the microbatch in the ``events.jsonl`` of a run that were in force: of what came after the step
+    that a later start resumed, none were.
+
+    Raises:
+        ConfigError: there is no such file, or no decision in it.
+    """
+    decisions: list[dict[str, Any]] = []
+    before: list[dict[str, Any]] = []
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"memory.replay={path} cannot be read ({error.strerror}). Name the events.jsonl of a run."
+        ) from None
+    for record in map(json.loads, filter(None, lines)):
+        if record.get("kind") == "start":
+            before, decisions = decisions, []
+        elif record.get("kind") == "resume":
+            decisions = [decision for decision in before if decision["step"] < record["step"]]
+        elif record.get("kind") == "microbatch" and "rows" in record:
+            decisions.append(record)
     if not decisions:
-        raise ValueError(
-            f"memory.replay={path} has no decision on the microbatch. Name the events.jsonl of such a run."
+        raise ConfigError(
+            f"memory.replay={path} has no decision on the microbatch. Name the events.jsonl of a run that made some."
         )
     return decisions
 

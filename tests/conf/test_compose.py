@@ -117,6 +117,7 @@ REFUSED = [
     (["memory.max_microbatch=0"], r"memory\.max_microbatch=0"),
     (["memory.min_microbatch=17"], r"above the 16 sequences that each of 1 ranks has"),
     (["memory.min_microbatch=4", "memory.max_microbatch=2"], r"memory\.max_microbatch=2 is below"),
+    (["memory.replay=events.jsonl", "microbatch=2"], r"memory\.replay=/.*events\.jsonl makes the decisions"),
     (["memory.max_microbatch=2", "microbatch=2"], r"memory\.max_microbatch=2 bounds microbatch=auto"),
     (["parallel.tensor=2"], r"parallel\.tensor=2 is not supported"),
     (["parallel.pipeline=2"], r"parallel\.pipeline=2 is not supported"),
