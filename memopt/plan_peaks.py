@@ -51,7 +51,7 @@ class Peaks:
     """
 
     def __init__(self, tracer: Tracer, optimizer: OptimizerBytes, config: Config, batch: int) -> None:
-        self._tracer, self.optimizer, self._batch = tracer, optimizer, batch
+        self.tracer, self.optimizer, self.batch = tracer, optimizer, batch
         self._seq_len, self._chunk = config.train.seq_len, config.train.loss_chunk
         self._known: dict[Candidate, Need] = {}
 
@@ -67,7 +67,7 @@ class Peaks:
     def need(self, candidate: Candidate) -> Need:
         """The need of a candidate, exact, traced where it is not known."""
         if candidate not in self._known:
-            places = self._tracer.places(candidate.policy, Shape(candidate.rows, self._batch))
+            places = self.tracer.places(candidate.policy, Shape(candidate.rows, self.batch))
             self._known[candidate] = _with_optimizer(candidate, places, self.optimizer)
         return self._known[candidate]
 
@@ -96,7 +96,7 @@ class Peaks:
             upper.append(math.ceil(_line(below[-1], above[0], candidate.rows)))
         for pair in (below[-2:], above[:2]):
             if len(pair) == 2:
-                lower.append(math.floor(_line(*pair, candidate.rows)))
+                lower.append(math.floor(_line(pair[0], pair[1], candidate.rows)))
         return max([*floors, *lower], default=0), min(upper, default=None)
 
     def largest(self, candidates: Sequence[Candidate], usable: float) -> Candidate | None:
@@ -155,9 +155,10 @@ def usable_bytes(memory: MemoryConfig, device_bytes: float | None) -> float:
     Raises:
         ValueError: neither a budget nor the size of the device is known.
     """
-    budget = device_bytes if memory.budget_gib is None else memory.budget_gib * GIB
+    known = [device_bytes, None if memory.budget_gib is None else memory.budget_gib * GIB]
+    budget = min((size for size in known if size is not None), default=None)
     if budget is None:
-        raise ValueError("memory.budget_gib is not set, and the memory of the device is unknown. Set memory.budget_gib.")
+        raise ValueError("memory.budget_gib is not set and the memory of the device is unknown. Set memory.budget_gib.")
     return budget * (1.0 - memory.margin) - memory.headroom_gib * GIB
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer holds and takes, in bytes, without the tensors: the optimizer is built on a model on the meta device.
+"""What an optimizer holds and takes, in bytes, without the tensors: it is built on a model on the meta device.
 
 The bytes are those that the optimizers state of themselves (``state_bytes``, ``transient_bytes``, ``periodic_bytes``);
 only what would compute or depends on the device is left out or redirected here: no projection is drawn, and Gefen's
@@ -91,7 +91,7 @@ def _bytes(parameter: nn.Parameter) -> int:
 @contextmanager
 def _nothing_computed() -> Iterator[None]:
     """Projections are not drawn and no kernel is compiled: seconds or minutes for values that nobody reads."""
-    draw_all, prepare = rso.draw_all, codebook.prepare
+    draw_all, prepare = rso.draw_all, codebook.prepare  # type: ignore[attr-defined]
     rso.draw_all = lambda projections, seed, index: None  # type: ignore[attr-defined]
     codebook.prepare = lambda: None
     try:

@@ -159,9 +159,7 @@ class _FakeModel:
                 tracker.watch(name, module)
             tracker.mark_loss(model.lm_head)
             every = parallel.reduces_every_microbatch(self._config.parallel)
-            tokens, labels = (
-                torch.zeros(shape.batch, self._config.train.seq_len, dtype=torch.int64) for _ in range(2)
-            )
+            tokens, labels = (torch.zeros(shape.batch, self._config.train.seq_len, dtype=torch.int64) for _ in range(2))
             tracker.own("other", [tokens, labels])
             summed = torch.zeros((), dtype=torch.float64)
             held = tracker.current
