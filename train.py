@@ -37,7 +37,7 @@ from conf.checks import ConfigError
 from conf.schema import Config
 from data.loader import Data, Loader, eval_batches, identity_changes, open_data
 from data.samples import IGNORE, Batch
-from dist import agree, parallel
+from dist import agree, parallel, recovery
 from dist.checkpoint import Checkpointer
 from dist.ending import fail
 from dist.group import choose_device, process_group
@@ -113,7 +113,8 @@ def main(config: Config) -> int:
             outcome = train(run)
             finish(run, outcome)
         except BaseException as error:
-            fail(error, folder, started=run is not None, attempt=run and attempted(run))
+            attempt = run and run.microbatch.attempt(run.step + 1, run.doing)
+            fail(error, folder, started=run is not None, attempt=attempt)
     return 0 if outcome == "done" or env.under_torchrun() else RESTART_STATUS
 
 
@@ -166,8 +167,11 @@ def choose_microbatch(
         return set_microbatch(config, rows, env.world_size())
     reports = agree.on_first(lambda: read_reports(folder), "reading what has run out of memory")
     switch = partial(parallel.set_recomputation, model)
-    whole = not parallel.reduces_every_microbatch(config.parallel)
-    microbatch = AutomaticMicrobatch(config, model, optimizer, device, meta["step"], observer.event, switch, whole)
+    microbatch = AutomaticMicrobatch(
+        config, model, optimizer, device, meta["step"], observer.event, switch,
+        whole_gradients=not parallel.reduces_every_microbatch(config.parallel),
+        recovers=env.world_size() == 1 and recovery.is_exact(model, device),
+    )  # fmt: skip
     if changed := microbatch.resume(meta.get("microbatch"), reports):
         observer.event("microbatch", meta["step"], reason="searched anew", changed=changed)
     return microbatch
@@ -238,12 +242,11 @@ def take_step(run: Run) -> dict[str, Any]:
                 record = train_step(run, batch)
             break
         except (RuntimeError, MemoryError) as error:
-            again = env.world_size() == 1 and run.committed <= run.step and is_out_of_memory(error)
-            if not again or not run.microbatch.rule_out():
+            if run.committed > run.step or not is_out_of_memory(error) or not run.microbatch.rule_out():
                 raise
             run.observer.event("out of memory", run.step, doing=run.doing, error=str(error))
         # outside of the handler: what the error held is gone
-        parallel.drop_gradients(run.model)
+        recovery.drop_gradients(run.model)
         retried = True
     ledger = run.ledger.ledgers[run.microbatch.candidate] if watched else None
     disturbed = retried or watched or record["paused_seconds"] > 0
@@ -489,12 +492,6 @@ def summarise(run: Run, outcome: str) -> dict[str, Any]:
         "world_size": env.world_size(),
         "sample": text,
     }
-
-
-def attempted(run: Run) -> dict[str, Any] | None:
-    """What is written down if memory has run out; None where the next start would do the same again."""
-    made = run.microbatch.attempt()
-    return made and {"step": run.step + 1, "doing": run.doing, **made}
 
 
 if __name__ == "__main__":

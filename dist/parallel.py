@@ -120,26 +120,6 @@ def gradient_sync(model: nn.Module, *, last: bool, every: bool) -> Iterator[None
         model.set_requires_all_reduce(True)
 
 
-def drop_gradients(model: nn.Module) -> None:
-    """Forget what a forward or backward that failed has left, so that the step can be made again.
-
-    FSDP2 has gradients in three places, of which ``zero_grad`` reaches the one that is registered at the moment:
-    another one would be added to the next backward. Of one process only: others would be within a collective.
-    """
-    if isinstance(model, FSDPModule):
-        model.reset_iter_state()
-    for parameter in model.parameters():
-        parameter.grad = None
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for shard in group.fsdp_params:
-                    shard.sharded_param.grad = None
-                    shard.unsharded_accumulated_grad = None
-                    if hasattr(shard, "_unsharded_param"):
-                        shard._unsharded_param.grad = None
-
-
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Forward passes without gradients or dropout; on leaving, the model is as training needs it.

@@ -61,11 +61,12 @@ class Microbatch(Protocol):
         """How the step went on this rank: wall time, whether anything else took some of it, its measured peak."""
 
     def rule_out(self) -> bool:
-        """The present candidate has run out of memory in a single process; whether there is another one to try."""
+        """The present candidate has run out of memory; whether the step can be made again, now with another one."""
         ...
 
-    def attempt(self) -> dict[str, Any] | None:
-        """What is written down if memory runs out, so that the next start avoids it; None where it cannot."""
+    def attempt(self, step: int, doing: str) -> dict[str, Any] | None:
+        """What is written down if memory runs out in ``step`` while the run was ``doing`` that, so that the next start
+        avoids it; None where that would do the same again."""
         ...
 
     def state(self) -> dict[str, Any] | None:
@@ -100,7 +101,7 @@ class FixedMicrobatch:
     def rule_out(self) -> bool:
         return False
 
-    def attempt(self) -> dict[str, Any] | None:
+    def attempt(self, step: int, doing: str) -> dict[str, Any] | None:
         return None
 
     def state(self) -> dict[str, Any] | None:
@@ -122,9 +123,10 @@ class AutomaticMicrobatch:
         tell: records an event (kind, step, values): every decision that changes something.
         switch: is given the policy of activation checkpointing where the run chooses that too.
         whole_gradients: whether gradients are summed unsharded until the last microbatch of a step reduces them.
+        recovers: whether a step in which memory ran out can be made again in this process.
 
     Raises:
-        ConfigError: what ``memory.replay`` names has no decisions.
+        ConfigError: the model mixes rows; what ``memory.replay`` names has no decisions.
     """
 
     def __init__(
@@ -137,10 +139,12 @@ class AutomaticMicrobatch:
         tell: Callable[..., None],
         switch: Callable[[str], None],
         whole_gradients: bool,
+        recovers: bool,
     ) -> None:
+        refuse_coupled_rows(model)
         self._controller = _build_controller(config, device, step)
         self._optimizer, self._model, self._device = optimizer, model, device
-        self._whole_gradients = whole_gradients
+        self._whole_gradients, self._recovers = whole_gradients, recovers
         budget = config.memory.budget_gib
         self._budget_bytes = None if budget is None else int(budget * GIB)
         self._tell, self._switch = tell, switch
@@ -191,15 +195,18 @@ class AutomaticMicrobatch:
             self._controller.memory_changed("the optimizer's state has its final size")
 
     def rule_out(self) -> bool:
+        if not self._recovers:
+            return False
         before = self.candidate
         self._controller.rule_out(before)
         self._decide()
         return self.candidate != before
 
-    def attempt(self) -> dict[str, Any] | None:
-        one = self.candidate
-        regime = self._controller.state()["fingerprint"]
-        return {"rows": one.rows, "accumulation": one.accumulation, "policy": one.policy, "fingerprint": regime}
+    def attempt(self, step: int, doing: str) -> dict[str, Any] | None:
+        if doing not in TRAINING:
+            return None
+        one = dataclasses.asdict(self.candidate)
+        return {"step": step, "doing": doing, **one, "fingerprint": self._controller.state()["fingerprint"]}
 
     def resume(self, saved: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> list[str]:
         """Go on from what a checkpoint holds; the same on all ranks.
@@ -214,7 +221,7 @@ class AutomaticMicrobatch:
         changed = self._controller.load(saved) if saved is not None else []
         for report in reports:
             one = Candidate(report["rows"], report["accumulation"], report["policy"])
-            same = report["fingerprint"] == self._controller.state()["fingerprint"] and report["doing"] in TRAINING
+            same = report["fingerprint"] == self._controller.state()["fingerprint"]
             if same and one in self._controller.candidates:
                 self._controller.rule_out(one)
         return changed
@@ -279,6 +286,22 @@ class AutomaticMicrobatch:
 
     def _reserve(self, size: int) -> bool:
         return can_reserve(self._device, size)
+
+
+def refuse_coupled_rows(model: nn.Module) -> None:
+    """Refuse a module whose result for one row depends on other rows: another microbatch would be another training.
+
+    Batch normalisation is known; any other module declares it with an attribute ``couples_rows = True``.
+
+    Raises:
+        ConfigError: there is one; the message names it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "couples_rows", False):
+            raise ConfigError(
+                f"{name} ({type(module).__name__}) mixes the rows of a microbatch: microbatch=auto would change "
+                "what is trained. Set microbatch to a number, or replace the module (RMSNorm, LayerNorm)."
+            )
 
 
 def set_microbatch(config: Config, rows: int, world_size: int) -> FixedMicrobatch:
