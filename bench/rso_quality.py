@@ -16,15 +16,13 @@ from bench.trials import STEPS, Trial, best_lr, done, over_seeds, run_missing, t
 
 # one learning rate for all of the model, as AdamW has it
 WHOLE_RATE = ("optimizer.lr_scale=1.0",)
-# forms of RSO: what differs from that with coordinate P, interval 100 and reset
+# forms of RSO: what differs from that with coordinate P, interval 100, reset and one rate for all of the model
 FORMS: dict[str, tuple[str, ...]] = {
     "rso": (),
     "rso-haar": ("optimizer.projection=haar",),
     "rso-gaussian": ("optimizer.projection=gaussian",),
-    "rso-cycle": ("optimizer.projection=cycle",),
     "rso-keep": ("optimizer.moments=keep",),
     "rso-transport": ("optimizer.moments=transport",),
-    "rso-cycle-transport": ("optimizer.projection=cycle", "optimizer.moments=transport"),
     "rso-haar-transport": ("optimizer.projection=haar", "optimizer.moments=transport"),
     "rso-50": ("optimizer.interval=50",),
     "rso-200": ("optimizer.interval=200",),

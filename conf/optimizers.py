@@ -137,8 +137,7 @@ class RSOConfig(OptimizerConfig):
     rank: int | None = None
     """Dimensions of a subspace; null: a quarter of each layer's input. A layer whose input is not wider stays dense."""
     projection: str = "coordinate"
-    """``coordinate`` (columns of the unit matrix), ``cycle`` (columns that take turns), ``haar`` (columns of a random
-    rotation) or ``gaussian``."""
+    """``coordinate`` (columns of the unit matrix), ``haar`` (columns of a random rotation) or ``gaussian``."""
     layers: list[str] = field(default_factory=list)
     """Shell patterns of the linear layers that are projected, e.g. ``['layers.*.attention.*']``. Empty: all but the
     head. A pattern that matches no linear layer is an error."""
@@ -173,7 +172,7 @@ class RSOConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         choice("optimizer.name", self.name, ("rso",))
-        choice("optimizer.projection", self.projection, ("coordinate", "cycle", "haar", "gaussian"))
+        choice("optimizer.projection", self.projection, ("coordinate", "haar", "gaussian"))
         choice("optimizer.moments", self.moments, ("reset", "keep", "transport"))
         choice("optimizer.inner", self.inner, ("adamw", "gefen", "sgd"))
         choice("optimizer.dense", self.dense, ("adamw", "gefen"))

@@ -5,7 +5,6 @@ P (in, r) has E[P P^T] = I and, except for ``gaussian``, P^T P = (in / r) I exac
 * ``haar``: sqrt(in / r) times r columns of a random rotation: orthonormal columns by QR of a normal matrix.
 * ``coordinate``: sqrt(in / r) times r different columns of the unit matrix. Kept as r indices: a product with P is a
   gather of columns, and a merge touches r columns of the weight.
-* ``cycle``: ``coordinate`` whose columns take turns: none comes again before in / r subspaces have passed.
 * ``gaussian``: entries N(0, 1 / r); P^T P = (in / r) I holds on average only.
 
 A P is never saved: (kind, seed, name, index) and ``SAMPLER_VERSION`` give the same one again. Random numbers come from
@@ -24,8 +23,7 @@ from torch import Tensor
 
 from memopt.rounding import round_stochastically
 
-KINDS = ("haar", "coordinate", "gaussian", "cycle")
-_OF_COLUMNS = ("coordinate", "cycle")
+KINDS = ("haar", "coordinate", "gaussian")
 SAMPLER_VERSION = 1
 """Raised whenever the same key gives another P; saved with the state of the optimizer."""
 
@@ -50,9 +48,9 @@ class Projection:
             raise ValueError(f"rank={rank} must be from 1 to the {width} entries of the input.")
         self.kind, self.width, self.rank = kind, width, rank
         self.scale = math.sqrt(width / rank)
-        shape, dtype = ((rank,), torch.int64) if kind in _OF_COLUMNS else ((width, rank), dtype)
+        shape, dtype = ((rank,), torch.int64) if kind == "coordinate" else ((width, rank), dtype)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        """(r,) int64 ascending column indices (``coordinate``, ``cycle``), otherwise P itself (in, r)."""
+        """(r,) int64 ascending column indices (``coordinate``), otherwise P itself (in, r)."""
 
     def move(self, device: torch.device) -> None:
         """Take memory on ``device``, where the layers have come to be; the values are to be drawn."""
@@ -60,7 +58,7 @@ class Projection:
 
     def dense(self) -> Tensor:
         """P as a matrix (in, r), fp32."""
-        if self.kind not in _OF_COLUMNS:
+        if self.kind != "coordinate":
             return self.values.float()
         dense = torch.zeros(self.width, self.rank, device=self.values.device)
         places = (self.values, torch.arange(self.rank, device=dense.device))
@@ -82,7 +80,7 @@ class Projection:
             rows.copy_(wide if generator is None else round_stochastically(wide, generator))
 
     def _merge(self, weight: Tensor, step: Tensor, keep: float) -> None:
-        if self.kind in _OF_COLUMNS:
+        if self.kind == "coordinate":
             if keep != 1.0:
                 weight.mul_(keep)
             # index_add_ along columns takes ten times as long
@@ -97,7 +95,7 @@ class Projection:
         of what is not known is taken to be that of its row.
         """
         mean = second.mean(1, keepdim=True)
-        if self.kind not in _OF_COLUMNS:
+        if self.kind != "coordinate":
             return first @ (old.t() @ self.values).to(first.dtype) / self.scale**2, mean.expand_as(second)
         known = old.expand_as(first)
         full = first.new_zeros(len(first), self.width).scatter_(1, known, first)
@@ -106,7 +104,7 @@ class Projection:
 
     def orthogonality_error(self) -> float:
         """Largest entry of |P^T P - (in / r) I| over in / r."""
-        if self.kind in _OF_COLUMNS:
+        if self.kind == "coordinate":
             return 0.0 if len(set(self.values.tolist())) == self.rank else 1.0
         p = self.values.double()
         gram = p.t() @ p * (self.rank / self.width)
@@ -128,13 +126,10 @@ def project(x: Tensor, values: Tensor, scale: float) -> Tensor:
 
 def draw(kind: str, width: int, rank: int, seed: int, name: str, index: int) -> Tensor:
     """The tensor ``values`` of the P of (seed, name, index), on the CPU: fp32, or int64 column indices."""
-    if kind == "cycle":
-        turns = width // rank
-        permutation = _generator(kind, seed, name, index // turns).permutation(width)
-        return _ascending(permutation[index % turns * rank :][:rank])
     generator = _generator(kind, seed, name, index)
     if kind == "coordinate":
-        return _ascending(generator.permutation(width)[:rank])
+        # sorted: the gather then reads memory in order
+        return torch.from_numpy(np.sort(generator.permutation(width)[:rank]).astype(np.int64))
     normal = torch.from_numpy(generator.standard_normal((width, rank)))
     if kind == "gaussian":
         return (normal / math.sqrt(rank)).float()
@@ -166,8 +161,3 @@ def _generator(kind: str, seed: int, name: str, index: int) -> np.random.Generat
     digest = np.frombuffer(hashlib.sha256(name.encode()).digest(), np.uint32)
     key = np.random.SeedSequence([SAMPLER_VERSION, KINDS.index(kind), seed, *digest.tolist(), index])
     return np.random.Generator(np.random.Philox(key))
-
-
-def _ascending(columns: np.ndarray) -> Tensor:
-    # the gather then reads memory in order
-    return torch.from_numpy(np.sort(columns).astype(np.int64))

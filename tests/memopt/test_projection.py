@@ -42,7 +42,7 @@ def assert_mean(samples: torch.Tensor, expected: torch.Tensor | float) -> None:
 
 
 @pytest.mark.parametrize("width, rank", SIZES)
-@pytest.mark.parametrize("kind", ["haar", "coordinate", "cycle"])
+@pytest.mark.parametrize("kind", ["haar", "coordinate"])
 def test_columns_are_orthogonal(kind: str, width: int, rank: int):
     p = drawn(kind, width, rank)
     dense = p.dense()
@@ -56,13 +56,9 @@ def test_columns_are_orthogonal(kind: str, width: int, rank: int):
 def test_on_average_nothing_is_lost(kind: str):
     p = many(kind, 12, 3)
     assert_mean(p @ p.mT, torch.eye(12, dtype=torch.float64))
-    # and one subspace says nothing of the next, except where columns take turns: then it is in the set before or not
+    # and one subspace says nothing of the next
     lengths = p.square().sum(2)
-    if kind == "cycle":
-        turns = 12 // 3
-        assert not (lengths * lengths.roll(1, 0))[torch.arange(DRAWS) % turns > 0].any()
-    else:
-        assert_mean(lengths[:-1] * lengths[1:], 1.0)
+    assert_mean(lengths[:-1] * lengths[1:], 1.0)
 
 
 def test_haar_is_uniform_over_rotations():
@@ -87,18 +83,6 @@ def test_coordinates_are_different_columns_in_order():
     for column, row in enumerate(p.values.tolist()):
         expected[row, column] = math.sqrt(41 / 7)
     assert torch.equal(p.dense(), expected)
-
-
-@pytest.mark.parametrize("width, rank", [(12, 3), (41, 7), (6, 6), (5, 3)])
-def test_no_column_comes_again_before_all_have_had_their_turn(width: int, rank: int):
-    turns = width // rank
-    for first in (0, turns, 7 * turns):
-        columns = [draw("cycle", width, rank, 0, "layer", index).tolist() for index in range(first, first + turns)]
-        assert all(sorted(part) == part for part in columns)
-        # what is left over of a width that r does not divide is not the same in every round
-        assert len(set(sum(columns, []))) == turns * rank
-    rounds = {tuple(draw("cycle", width, rank, 0, "layer", index * turns).tolist()) for index in range(20)}
-    assert len(rounds) > (1 if rank < width else 0)
 
 
 def test_gaussian_has_the_moments_of_its_formula():
@@ -138,7 +122,6 @@ def test_the_sampler_is_the_one_of_its_version():
     key = (3, "layers.0.wo", 5)
     assert draw("coordinate", 40, 7, *key).tolist() == [10, 16, 23, 25, 26, 31, 39]
     assert draw("coordinate", 40, 7, 2**40 + 1, "", 0).tolist() == [3, 5, 6, 9, 16, 38, 39]
-    assert draw("cycle", 40, 7, *key).tolist() == [2, 4, 5, 7, 15, 26, 27]
     gaussian = torch.tensor([[-0.7609802484512329, -0.4153863191604614], [0.8558944463729858, 0.14434683322906494]])
     torch.testing.assert_close(draw("gaussian", 5, 2, *key)[:2], gaussian, rtol=1e-6, atol=0)
     haar = torch.tensor([[1.2004038095474243, 0.3910144567489624], [-0.30028554797172546, 1.3077998161315918]])
@@ -171,9 +154,7 @@ def test_merge_adds_the_product_with_the_matrix(kind: str, keep: float):
     for rows in (slice(0, 4), slice(4, 9), slice(3, 3)):
         part = weight.clone()
         p.merge_(part[rows], step[rows], keep)
-        torch.testing.assert_close(
-            part[rows], merged[rows], rtol=0, atol=0 if kind in ("coordinate", "cycle") else 1e-14
-        )
+        torch.testing.assert_close(part[rows], merged[rows], rtol=0, atol=0 if kind == "coordinate" else 1e-14)
         untouched = [row for row in range(9) if row not in range(9)[rows]]
         assert torch.equal(part[untouched], weight[untouched])
     rounded = weight.float()
@@ -213,7 +194,7 @@ def test_coordinate_is_a_gather(kind: str):
         p.merge_(weight, step, 0.5)
     products = {name for name in operators.names if "mm" in name or "mv" in name or name in ("dot", "einsum", "linear")}
     assert len(operators.names) > 1
-    assert products == (set() if kind in ("coordinate", "cycle") else {"mm", "addmm_"})
+    assert products == (set() if kind == "coordinate" else {"mm", "addmm_"})
 
 
 def draw_on_ranks(rank: int, world_size: int):
@@ -278,7 +259,7 @@ def test_what_is_held(kind: str, dtype: torch.dtype, size: int):
 @pytest.mark.parametrize(
     "kind, rank, words",
     [
-        ("wavelet", 3, "projection='wavelet' is not one of haar, coordinate, gaussian, cycle"),
+        ("wavelet", 3, "projection='wavelet' is not one of haar, coordinate, gaussian"),
         ("haar", 0, "rank=0 must be from 1 to the 12 entries"),
         ("coordinate", 13, "rank=13 must be from 1 to the 12 entries"),
     ],
