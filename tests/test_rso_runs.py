@@ -37,7 +37,7 @@ def test_rso_follows_one_process(projection: str, world_size: int, overrides: li
     results = train_ranks(world_size, tokens, *settings, "train.steps=50", *UNEVEN, *overrides, f"run.dir={tmp_path}")
     # the first step in a subspace is the sign of the gradient, also of one that is rounding: moments are reset
     torch.testing.assert_close(losses(results[0]), losses(expected), rtol=1e-5, atol=0)
-    assert_same_trajectory(results[0], expected, rtol=1e-4)
+    assert_same_trajectory(results[0], expected, rtol=2e-4)
     for other in results[1:]:
         assert all(torch.equal(tensor, other["tensors"][name]) for name, tensor in results[0]["tensors"].items())
     assert results[0]["tensors"]["optimizer.rso.outer"] == 50 // 7
