@@ -137,10 +137,12 @@ def run_train(arguments: list[str], processes: int = 0) -> subprocess.CompletedP
 
 @dataclass
 class Ended:
-    """How the processes of ``fork_train`` ended: exit status and standard error of each rank."""
+    """How the processes of ``fork_train`` ended: exit status and standard error of each rank, and the seconds from the
+    first one's end to the last one's."""
 
     statuses: list[int | None]
     errors: list[str]
+    seconds: float
 
     def messages(self) -> list[str]:
         """The error messages of all ranks together."""
@@ -166,13 +168,14 @@ def fork_train(processes: int, arguments: list[str], change: Callable[[], None] 
         for process in started:
             process.start()
         multiprocessing.connection.wait([process.sentinel for process in started], 120)
-        deadline = time.monotonic() + 30
+        first = time.monotonic()
         for process in started:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(max(0.0, first + 30 - time.monotonic()))
+        seconds = time.monotonic() - first
         statuses = [process.exitcode for process in started]
         for process in started:
             process.kill()
-        return Ended(statuses, [(Path(folder) / f"stderr{rank}").read_text() for rank in range(processes)])
+        return Ended(statuses, [(Path(folder) / f"stderr{rank}").read_text() for rank in range(processes)], seconds)
 
 
 def _main(
