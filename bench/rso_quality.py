@@ -21,15 +21,15 @@ FORMS: dict[str, tuple[str, ...]] = {
     "rso": (),
     "rso-haar": ("optimizer.projection=haar",),
     "rso-gaussian": ("optimizer.projection=gaussian",),
-    "rso-keep": ("optimizer.moments=keep",),
-    "rso-transport": ("optimizer.moments=transport",),
-    "rso-haar-transport": ("optimizer.projection=haar", "optimizer.moments=transport"),
+    "rso-keep": ("optimizer.reset=false",),
     "rso-50": ("optimizer.interval=50",),
     "rso-200": ("optimizer.interval=200",),
     "rso-warmup": ("optimizer.warmup=10",),
     "rso-half": ("optimizer.lr_scale=0.5",),
-    "rso-half-transport": ("optimizer.lr_scale=0.5", "optimizer.moments=transport"),
-    "rso-half-transport-200": ("optimizer.lr_scale=0.5", "optimizer.moments=transport", "optimizer.interval=200"),
+    # half the width of the small setting
+    "rso-half-rank": ("optimizer.lr_scale=0.5", "optimizer.rank=64"),
+    "rso-half-300": ("optimizer.lr_scale=0.5", "optimizer.interval=300"),
+    "rso-half-keep": ("optimizer.lr_scale=0.5", "optimizer.reset=false"),
     "rso-double": ("optimizer.lr_scale=2.0",),
     "rso-nodecay": ("optimizer.weight_decay=0.0",),
 }
@@ -51,7 +51,7 @@ ARMS = {
 # as wide for every arm of a model, and wide enough that the best is inside; some arms have theirs elsewhere
 SMALL_BRACKETS = {
     "adamw": ("2e-3", "4e-3", "8e-3"),
-    **dict.fromkeys(("rso-half", "rso-half-transport", "rso-half-transport-200"), ("8e-3", "16e-3", "32e-3")),
+    **dict.fromkeys(("rso-half", "rso-half-rank", "rso-half-300", "rso-half-keep"), ("8e-3", "16e-3", "32e-3")),
 }
 PROGRAMS = {"adamw-half": ("-m", "bench.split_lr", "0.5")}
 SMALL_BRACKET = ("4e-3", "8e-3", "16e-3")

@@ -145,9 +145,8 @@ class RSOConfig(OptimizerConfig):
     """Optimizer steps in one subspace."""
     stall: float | None = None
     """Leave a subspace early when in 20 steps the norm of its gradient fell by less than this share; null: never."""
-    moments: str = "reset"
-    """What becomes of the moments of projected layers at a new subspace: ``reset``, ``keep`` (as they are) or
-    ``transport`` (what they say of the new one; inner=adamw)."""
+    reset: bool = True
+    """Start moments and step counter of projected layers anew at a new subspace; false: they are kept as they are."""
     proximal: float = 0.0
     """Weight of the proximal term proximal / 2 * |B|^2 of each subproblem (1 / eta in the paper); keeps B if not 0."""
     probed: int = 1
@@ -173,7 +172,6 @@ class RSOConfig(OptimizerConfig):
         super().__post_init__()
         choice("optimizer.name", self.name, ("rso",))
         choice("optimizer.projection", self.projection, ("coordinate", "haar", "gaussian"))
-        choice("optimizer.moments", self.moments, ("reset", "keep", "transport"))
         choice("optimizer.inner", self.inner, ("adamw", "gefen", "sgd"))
         choice("optimizer.dense", self.dense, ("adamw", "gefen"))
         at_least("optimizer.rank", self.rank, 1)

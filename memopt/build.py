@@ -77,7 +77,7 @@ def _build_rso(config: RSOConfig, named_parameters: Mapping[str, Tensor], model:
             stall=config.stall,
             proximal=config.proximal,
             probed=config.probed,
-            moments=config.moments,
+            reset=config.reset,
             lr_scale=config.lr_scale,
             warmup=config.warmup,
             seed=config.seed,

@@ -88,20 +88,6 @@ class Projection:
         else:
             weight.addmm_(step.to(weight.dtype), self.values.t().to(weight.dtype), beta=keep)
 
-    def transport(self, old: Tensor, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """What Adam's moments (rows, r) in the subspace ``old``, the ``values`` of its P, say of the present one.
-
-        The mean gradient is known there only: M (r / in) P_old^T, which has (r / in) M P_old^T P here. The mean square
-        of what is not known is taken to be that of its row.
-        """
-        mean = second.mean(1, keepdim=True)
-        if self.kind != "coordinate":
-            return first @ (old.t() @ self.values).to(first.dtype) / self.scale**2, mean.expand_as(second)
-        known = old.expand_as(first)
-        full = first.new_zeros(len(first), self.width).scatter_(1, known, first)
-        squares = mean.expand(-1, self.width).clone().scatter_(1, known, second)
-        return full.index_select(1, self.values), squares.index_select(1, self.values)
-
     def orthogonality_error(self) -> float:
         """Largest entry of |P^T P - (in / r) I| over in / r."""
         if self.kind == "coordinate":

@@ -7,8 +7,7 @@ during the step (``memopt.virtual``). W, the gradient of B and the inner state a
 merge is local; only gradients of B are reduced, and where rows are replicated, steps of B (out, r) are gathered.
 
 What the paper leaves open is decided here: inner moments and their counter start anew with every subspace
-(``moments="reset"``; ``keep`` carries them over as they are, ``transport`` what they say of the new subspace), weight
-decay acts on W, clipping on the gradient of B.
+(``reset=False`` carries them over as they are), weight decay acts on W, clipping on the gradient of B.
 """
 
 import hashlib
@@ -26,7 +25,6 @@ from memopt.rso_progress import Progress, Values
 from memopt.rules import RULES, build_rule
 from memopt.sharded import StateOptimizer
 
-MOMENTS = ("reset", "keep", "transport")
 DENSE_RULES = ("adamw", "gefen")
 # options of the rules where none are given
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -51,7 +49,7 @@ class RSO(torch.optim.Optimizer):
         interval: steps in one subspace.
         stall: leave a subspace early, when over ``memopt.rso_progress.WINDOW`` steps the norm of the gradient of B has
             fallen by less than this share. None: stay for ``interval`` steps.
-        moments: what becomes of the inner state at a new subspace: ``reset``, ``keep``, or ``transport`` (AdamW only).
+        reset: start moments and step counter of B anew with every subspace; False: keep them as they are.
         proximal: weight of the term ``proximal / 2 * |B|^2`` of the subproblem (1 / eta in the paper); then B is kept.
         lr_scale: factor of the learning rate of projected layers.
         warmup: steps after a change of subspace over which their learning rate rises to its value.
@@ -78,7 +76,7 @@ class RSO(torch.optim.Optimizer):
         dense: str = "adamw",
         interval: int = 100,
         stall: float | None = None,
-        moments: str = "reset",
+        reset: bool = True,
         proximal: float = 0.0,
         lr_scale: float = 1.0,
         warmup: int = 0,
@@ -89,14 +87,12 @@ class RSO(torch.optim.Optimizer):
         decayed: Collection[str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        _check(interval, stall, moments, proximal, lr_scale, warmup, rounding)
+        _check(interval, stall, proximal, lr_scale, warmup, rounding)
         _check_rules(inner, dense, options or {}, weight_decay, seed)
-        if moments == "transport" and inner != "adamw":
-            raise ValueError(f"moments=transport is of inner=adamw, not of {inner}. Set moments=reset.")
         self._subspaces = subspace.groups(model)
         if not self._subspaces:
             raise ValueError("no layer of the model is projected. Call RSO.convert(model) before RSO(model).")
-        self._interval, self._moments, self._proximal, self._seed = interval, moments, proximal, seed
+        self._interval, self._resets, self._proximal, self._seed = interval, reset, proximal, seed
         self._lr_scale, self._warmup, self._rounding = lr_scale, warmup, rounding
         self._layers = {name: layer for group in self._subspaces for name, layer in group.layers.items()}
         modules = dict(model.named_modules())
@@ -314,22 +310,9 @@ class RSO(torch.optim.Optimizer):
         self._outer += 1
         self._progress.restart()
         self._values.restart()
-        if self._moments == "reset":
+        if self._resets:
             self._rules[0].reset([_b_name(name) for name in self._b])
-        before = {group.name: group.projection.values.clone() for group in self._subspaces}
         self._draw()
-        if self._moments == "transport":
-            self._transport_moments(before)
-
-    def _transport_moments(self, before: Mapping[str, Tensor]) -> None:
-        state = self._rules[0].state_tensors()
-        for group in self._subspaces:
-            for name in group.layers:
-                moments = [layout.local_rows(state[f"{_b_name(name)}.{key}"]) for key in ("exp_avg", "exp_avg_sq")]
-                for moment, found in zip(
-                    moments, group.projection.transport(before[group.name], *moments), strict=True
-                ):
-                    moment.copy_(found)
 
     def _draw(self) -> None:
         draw_all([(group.name, group.projection) for group in self._subspaces], self._seed, int(self._outer))
@@ -352,14 +335,12 @@ class RSO(torch.optim.Optimizer):
 
 
 def _check(
-    interval: int, stall: float | None, moments: str, proximal: float, lr_scale: float, warmup: int, rounding: str
+    interval: int, stall: float | None, proximal: float, lr_scale: float, warmup: int, rounding: str
 ) -> None:
     if not isinstance(interval, int) or interval < 1:
         raise ValueError(f"interval={interval} must be a whole number of steps from 1. Set for example 100.")
     if stall is not None and not 0 <= stall < 1:
         raise ValueError(f"stall={stall} must lie in [0, 1). Set for example 0.01, or None.")
-    if moments not in MOMENTS:
-        raise ValueError(f"moments={moments!r} is not one of {', '.join(MOMENTS)}.")
     if proximal < 0:
         raise ValueError(f"proximal={proximal} must be >= 0. Set 0 for no such term.")
     if not lr_scale > 0:

@@ -85,7 +85,7 @@ REFUSED = [
     (["optimizer=rso", "optimizer.rank=1.5"], r"rank=1\.5 must be a whole number"),
     (["optimizer=rso", "optimizer.interval=0"], r"interval=0 must be a number >= 1"),
     (["optimizer=rso", "optimizer.projection=svd"], r"coordinate, haar, gaussian"),
-    (["optimizer=rso", "optimizer.moments=rotate"], r"reset, keep"),
+    (["optimizer=rso", "optimizer.reset=keep"], r"reset"),
     (["optimizer=rso", "optimizer.inner=muon"], r"adamw, gefen, sgd"),
     (["optimizer=rso", "optimizer.dense=sgd"], r"adamw, gefen"),
     (["optimizer=rso", "optimizer.stall=1"], r"stall=1\.0 must lie in \[0, 1\)"),

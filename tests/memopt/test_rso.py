@@ -89,8 +89,8 @@ def matrix(kind: str, width: int, rank: int, name: str, index: int) -> Tensor:
 class TwoPath:
     """The algorithm as it is written: W stands still within a subspace, torch's AdamW trains B, then W <- W + B P^T."""
 
-    def __init__(self, kind: str, *, moments="reset", lr_scale=1.0, warmup=0, decayed=(*PROJECTED, "head")) -> None:
-        self.kind, self.moments, self.lr_scale, self.warmup, self.decayed = kind, moments, lr_scale, warmup, decayed
+    def __init__(self, kind: str, *, reset=True, lr_scale=1.0, warmup=0, decayed=(*PROJECTED, "head")) -> None:
+        self.kind, self.reset, self.lr_scale, self.warmup, self.decayed = kind, reset, lr_scale, warmup, decayed
         self.net = build()
         self.b = {name: torch.zeros_like(getattr(self.net, name).subspace) for name in PROJECTED}
         for b in self.b.values():
@@ -111,7 +111,7 @@ class TwoPath:
             name: matrix(self.kind, layer.in_features, PROJECTED[name], name, self.index)
             for name, layer in layers.items()
         }
-        if self.index == 0 or self.moments == "reset":
+        if self.index == 0 or self.reset:
             self.inner = torch.optim.AdamW(
                 [{"params": [b], "weight_decay": DECAY if name in self.decayed else 0.0} for name, b in self.b.items()],
                 betas=(0.9, 0.95),
@@ -175,7 +175,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], where: st
 @pytest.mark.parametrize("kind", ["haar", "coordinate", "gaussian"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"moments": "keep"}, {"lr_scale": 0.35}, {"warmup": 2}, {"warmup": 5, "lr_scale": 2.0, "moments": "keep"}],
+    [{}, {"reset": False}, {"lr_scale": 0.35}, {"warmup": 2}, {"warmup": 5, "lr_scale": 2.0, "reset": False}],
     ids=str,
 )
 def test_it_is_the_two_path_algorithm(kind: str, options: dict):
@@ -296,7 +296,7 @@ LAYOUTS = [(2, (2,)), (2, (2, 1)), (3, (3,)), (3, (3, 1)), (4, (4,)), (4, (2, 2)
 # torch's rules round what is left over of 16 entries differently, so that their rows have 16
 VARIANTS = {
     "adamw": (16, {"warmup": 2, "lr_scale": 0.5}),
-    "keep": (16, {"moments": "keep", "inner": "sgd", "options": {"sgd": {"momentum": 0.9}}}),
+    "keep": (16, {"reset": False, "inner": "sgd", "options": {"sgd": {"momentum": 0.9}}}),
     "gefen": (3, {"inner": "gefen", "dense": "gefen"}),
     "gefen in adamw": (16, {"inner": "gefen"}),
     "odd": (3, {"weight_decay": 0.0}),
@@ -446,7 +446,6 @@ def test_the_state_of_other_subspaces_is_refused(kind: str, options: dict, words
     "options, words",
     [
         ({"interval": 0}, "interval=0 must be a whole number of steps from 1"),
-        ({"moments": "forget"}, "moments='forget' is not one of reset, keep"),
         ({"lr_scale": 0.0}, "lr_scale=0.0 must be above 0"),
         ({"warmup": -1}, "warmup=-1 must be >= 0"),
         ({"inner": "adam"}, "inner='adam'"),
