@@ -152,8 +152,7 @@ class _FakeModel:
     def trace(self, shape: Shape, block: int) -> Places:
         with self._mode, MemoryTracker(block=block, points=2) as tracker:
             model = self._model
-            tracker.own("parameters", model.parameters())
-            tracker.own("other", model.buffers())
+            tracker.own("parameters", [*model.parameters(), *model.buffers()])
             tracker.own("optimizer_state", [group.projection.values for group in subspace.groups(model)])
             for name, module in self._markers().items():
                 tracker.watch(name, module)
