@@ -334,9 +334,7 @@ class RSO(torch.optim.Optimizer):
             yield from self._loading(rules[1:], shapes, tensors | state)
 
 
-def _check(
-    interval: int, stall: float | None, proximal: float, lr_scale: float, warmup: int, rounding: str
-) -> None:
+def _check(interval: int, stall: float | None, proximal: float, lr_scale: float, warmup: int, rounding: str) -> None:
     if not isinstance(interval, int) or interval < 1:
         raise ValueError(f"interval={interval} must be a whole number of steps from 1. Set for example 100.")
     if stall is not None and not 0 <= stall < 1:
