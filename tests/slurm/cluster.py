@@ -69,7 +69,7 @@ class Cluster:
 
         Raises ``RuntimeError`` with the daemons' logs if the nodes are not idle after 30 s.
         """
-        self.folder = folder
+        self.folder, self.user = folder, pwd.getpwuid(os.getuid()).pw_name
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))},
             "SLURM_CONF": str(folder / "slurm.conf"),
@@ -80,7 +80,7 @@ class Cluster:
         (folder / "slurm.conf").write_text(
             CONFIGURATION.format(
                 host=socket.gethostname(),
-                user=pwd.getpwuid(os.getuid()).pw_name,
+                user=self.user,
                 folder=folder,
                 ports=_free_ports(3),
                 kill_wait=kill_wait,
