@@ -46,7 +46,10 @@ def fail(
             try:
                 if out and attempt is not None:
                     out_of_memory.add_report(folder, {**attempt, "rank": env.rank(), "error": str(error)})
-                run_folder.write_status(folder, "oom" if out else "failed", error=str(error) or _describe(error))
+                outcome, lost = "oom" if out else "failed", agree.is_secondary(error)
+                # "secondary": another rank is gone without a word, and nothing is known to be wrong with the run
+                text = str(error) or _describe(error)
+                run_folder.write_status(folder, outcome, error=text, secondary=lost)
             except OSError as problem:
                 _print(f"error: status.json could not be written: {problem}")
     if env.world_size() > 1 and not (told_here and env.under_torchrun()):
