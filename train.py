@@ -14,10 +14,11 @@ configuration; ``status.json`` in the run folder says the outcome in any case.
 import sys
 
 from conf.command import leave_with, read_command_line
-from dist import env
+from dist import env, signals
 
 if __name__ == "__main__":
-    # before torch is imported: a wrong key must fail at once
+    # before torch is imported: a signal may come, and a wrong key must fail at once
+    signals.note_stop_signals()
     CONFIG = read_command_line("python train.py", sys.argv[1:], env.rank(), env.world_size())
 
 import hashlib
@@ -93,12 +94,15 @@ class Run:
     """Steps skipped in a row."""
     committed: int = 0
     """The last step whose update has begun: no second attempt at it may be made."""
+    stopping: bool = False
+    """Whether a rank was asked to stop: agreed by all."""
     doing: str = "start"
     """What the run is at, for the report of a lack of memory."""
 
 
 def main(config: Config) -> int:
     """Train, resume or finish the run of ``config``; returns the exit status."""
+    signals.note_stop_signals()
     try:
         device = choose_device(config.run.device)
         rules.check_device(config, device.type)
@@ -183,13 +187,9 @@ def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
     low_precision = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
     compute_dtype = torch.bfloat16 if low_precision else torch.float32
     model = build_model(
-        config.model,
-        settings.seq_len,
-        device.type,
-        config.data.document_mask,
-        settings.loss_chunk,
+        config.model, settings.seq_len, device.type, config.data.document_mask, settings.loss_chunk,
         settings.recompute_swiglu,
-    )
+    )  # fmt: skip
     prepare_model(config.optimizer, model, compute_dtype)
     parallel.apply_parallel(
         model,
@@ -204,24 +204,30 @@ def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
 
 
 def train(run: Run) -> str:
-    """Train to the last step. Returns the outcome: ``done``, or ``preempted`` after ``train.stop_after``."""
+    """Train to the last step. Returns the outcome: ``done``, or ``preempted`` after ``train.stop_after`` or a signal
+    to any rank."""
     settings, interval = run.config.train, run.config.checkpoint.interval
     if env.rank() == 0:
         # a kill leaves this, not the outcome of an earlier start
         write_status(run.folder, "running", step=run.step)
     stop = min(settings.steps, settings.stop_after or settings.steps)
-    while run.step < stop:
+    run.stopping = agree.any_rank(signals.requested())
+    while run.step < stop and not run.stopping:
         with run.profiler.step(run.step + 1):
             record = take_step(run)
-        if run.step == settings.steps or (settings.eval_interval and run.step % settings.eval_interval == 0):
+        due = settings.eval_interval and run.step % settings.eval_interval == 0 and not run.stopping
+        if due or run.step == settings.steps:
             with run.meter.pause():
                 record["val_loss"] = evaluate(run)
         run.observer.step(record)
         if run.microbatch.settled:
             show_memory(run)
-        if interval and (run.step == stop or run.step % interval == 0):
+        if interval and (run.step == stop or run.stopping or run.step % interval == 0):
             with run.meter.pause():
                 save(run)
+                run.stopping = run.stopping or agree.any_rank(signals.requested())
+    if run.stopping:
+        run.observer.event("stop", run.step, signals=signals.received())
     return "done" if run.step >= settings.steps else "preempted"
 
 
@@ -300,8 +306,8 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
 
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     with meter.phase("reduce"):
-        held = summed.new_tensor(len(gradients))
-        total, squared, held_everywhere = global_sums(summed, squared_norm_share(gradients), held)
+        held, asked = summed.new_tensor(len(gradients)), summed.new_tensor(float(signals.requested()))
+        total, squared, held_everywhere, stops = global_sums(summed, squared_norm_share(gradients), held, asked)
         check_presence(len(gradients), held_everywhere)
         step_tokens = int(count)
     loss_value, norm = total / step_tokens, math.sqrt(squared)
@@ -316,6 +322,8 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
             run.optimizer.step()
         run.optimizer.zero_grad()
     run.step, run.samples = step, run.samples + config.train.global_batch
+    # a sum over all ranks: they stop after the same step
+    run.stopping = stops > 0
     note_skip(run, finite, loss_value, norm)
     return {
         "step": step,
@@ -334,7 +342,8 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
 
 
 def evaluate(run: Run) -> float | None:
-    """Mean held-out loss per token, every token once over all ranks; None where nothing is held out."""
+    """Mean held-out loss per token, every token once over all ranks; None where nothing is held out, or where a signal
+    asks to stop before the last step."""
     settings = run.config.train
     run.doing = "evaluating"
     if run.data.val is None:
@@ -347,6 +356,9 @@ def evaluate(run: Run) -> float | None:
             ((tokens, labels, positions),) = batch.split(1, run.device)
             summed += run.model(tokens, labels, positions)
             count += (labels != IGNORE).sum()
+            if run.step < settings.steps and agree.any_rank(signals.requested()):
+                run.stopping = True
+                return None
     total, tokens_seen = global_sums(summed, count)
     return total / tokens_seen if tokens_seen else None
 
