@@ -39,12 +39,15 @@ from conf.schema import Config
 from data.loader import Data, Loader, eval_batches, identity_changes, open_data
 from data.samples import IGNORE, Batch
 from dist import agree, parallel, recovery
+from dist.bad_steps import BadSteps
 from dist.checkpoint import Checkpointer
 from dist.ending import fail
 from dist.group import choose_device, process_group
 from dist.out_of_memory import RESTART_STATUS, is_out_of_memory, read_reports
 from dist.reduce import check_presence, clip_, global_maxima, global_sums, global_token_count, squared_norm_share
 from dist.run_folder import agree_run_folder, write_status
+from dist.selfcheck import check_collectives
+from dist.watch import HangWatch
 from memopt.build import build_optimizer, decayed_names, lr_factor, prepare_model
 from memopt.ledger import TrackerMeter
 from memopt.microbatch_run import AutomaticMicrobatch, Microbatch, meter_of, set_microbatch
@@ -82,6 +85,10 @@ class Run:
     profiler: Profiler
     microbatch: Microbatch
     """Chooses the microbatch of every step."""
+    bad_steps: BadSteps
+    """Counts the steps that were not finite."""
+    watch: HangWatch
+    """Ends the run when a step hangs."""
     ledger: TrackerMeter
     """Measures the memory of a step by owner."""
     start: int
@@ -90,8 +97,6 @@ class Run:
     """Optimizer steps done, skipped ones included."""
     samples: int
     """Samples consumed: the position in the data."""
-    skipped: int = 0
-    """Steps skipped in a row."""
     committed: int = 0
     """The last step whose update has begun: no second attempt at it may be made."""
     stopping: bool = False
@@ -155,9 +160,10 @@ def build_run(config: Config, data: Data, folder: Path, device: torch.device) ->
     microbatch = choose_microbatch(config, folder, device, model, optimizer, observer, meta)
     ledger = meter_of(model, optimizer, device, model.lm_head)
     profiler = build_profiler(config.log, folder, rank, device)
+    watch = HangWatch(config.health, folder, on_hang=partial(fail, folder=folder, started=True))
     return Run(
         config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, profiler, microbatch,
-        ledger, meta["step"], meta["step"], meta["samples"],
+        BadSteps(settings), watch, ledger, meta["step"], meta["step"], meta["samples"],
     )  # fmt: skip
 
 
@@ -191,9 +197,12 @@ def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
         settings.recompute_swiglu,
     )  # fmt: skip
     prepare_model(config.optimizer, model, compute_dtype)
+    mesh = parallel.build_mesh(config.parallel, env.world_size(), device.type)
+    if config.health.self_check:
+        check_collectives(device, mesh)
     parallel.apply_parallel(
         model,
-        parallel.build_mesh(config.parallel, env.world_size(), device.type),
+        mesh,
         config.parallel,
         compute_dtype=compute_dtype,
         activation_checkpoint=config.activation_checkpoint,
@@ -213,7 +222,7 @@ def train(run: Run) -> str:
     stop = min(settings.steps, settings.stop_after or settings.steps)
     run.stopping = agree.any_rank(signals.requested())
     while run.step < stop and not run.stopping:
-        with run.profiler.step(run.step + 1):
+        with run.profiler.step(run.step + 1), run.watch.step(run.step + 1):
             record = take_step(run)
         due = settings.eval_interval and run.step % settings.eval_interval == 0 and not run.stopping
         if due or run.step == settings.steps:
@@ -324,7 +333,10 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
     run.step, run.samples = step, run.samples + config.train.global_batch
     # a sum over all ranks: they stop after the same step
     run.stopping = stops > 0
-    note_skip(run, finite, loss_value, norm)
+    if not finite:
+        run.observer.event("skip", step, loss=str(loss_value), grad_norm=str(norm))
+    # what is being written is from before the trouble: let it become whole
+    run.bad_steps.note(step, finite, loss_value, norm, before_end=run.checkpointer.wait)
     return {
         "step": step,
         "loss": loss_value,
@@ -367,26 +379,6 @@ def seed_step(seed: int, step: int) -> None:
     """Make dropout a function of (seed, step, rank): a resumed step draws what the unbroken run drew."""
     digest = hashlib.blake2b(f"{seed} {step} {env.rank()}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
-def note_skip(run: Run, finite: bool, loss: float, norm: float) -> None:
-    """Count steps that were not taken because their loss or gradient was not finite; stop when there are too many."""
-    run.skipped = 0 if finite else run.skipped + 1
-    if finite:
-        return
-    run.observer.event("skip", run.step, loss=str(loss), grad_norm=str(norm), in_a_row=run.skipped)
-    settings = run.config.train
-    if settings.nonfinite == "stop" or run.skipped > settings.max_skips:
-        # what is being written is from before the trouble: let it become whole
-        run.checkpointer.wait()
-    what = f"step {run.step}: the loss is {loss} and the gradient norm {norm}"
-    if settings.nonfinite == "stop":
-        raise ValueError(f"{what}. train.nonfinite=stop ends the run here, before the update; skip would go on.")
-    if run.skipped > settings.max_skips:
-        raise ValueError(
-            f"{what}, for the {run.skipped}th step in a row; train.max_skips={settings.max_skips}. "
-            "Resume from the last checkpoint with a lower optimizer.lr."
-        )
 
 
 def tensors_of(model: LanguageModel, optimizer: StateOptimizer) -> dict[str, Tensor]:
@@ -462,6 +454,7 @@ def describe(config: Config, folder: Path, device: torch.device, model: Language
 
 def finish(run: Run, outcome: str) -> None:
     """Wait for the last checkpoint, write sample, summary and plot, and say how the run ended."""
+    run.watch.close()
     run.loader.close()
     run.profiler.close()
     run.checkpointer.close()

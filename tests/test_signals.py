@@ -31,7 +31,13 @@ def signal_at(moment: str, numbers: list[int], ranks: list[int]) -> None:
         for number in numbers:
             os.kill(os.getpid(), number)
 
-    name = {"data": "open_run_data", "start": "resume", "step": "train_step", "evaluation": "evaluate", "saving": "save"}
+    name = {
+        "data": "open_run_data",
+        "start": "resume",
+        "step": "train_step",
+        "evaluation": "evaluate",
+        "saving": "save",
+    }
     act = getattr(train, name[moment])
     calls = []
 
