@@ -201,13 +201,9 @@ def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
     if config.health.self_check:
         check_collectives(device, mesh)
     parallel.apply_parallel(
-        model,
-        mesh,
-        config.parallel,
-        compute_dtype=compute_dtype,
-        activation_checkpoint=config.activation_checkpoint,
-        compile_blocks=settings.compile,
-    )
+        model, mesh, config.parallel, compute_dtype=compute_dtype,
+        activation_checkpoint=config.activation_checkpoint, compile_blocks=settings.compile,
+    )  # fmt: skip
     init_weights(model, settings.seed, device)
     return model
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dist.reduce import local
 
@@ -45,6 +45,7 @@ def sharded_gradient(device: torch.device, mesh: DeviceMesh, value: float) -> to
     nn.init.ones_(layer.weight)
     if mesh.size() > 1:
         fully_shard(layer, mesh=mesh)
+        assert isinstance(layer, FSDPModule)
         # as the model: the loss is normalised already, and gloo cannot multiply before it sums
         layer.set_gradient_divide_factor(1.0)
         layer.set_force_sum_reduction_for_comms(True)
@@ -57,8 +58,9 @@ def sharded_gradient(device: torch.device, mesh: DeviceMesh, value: float) -> to
 def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     # a rank without rows has nothing to compare
     if found.numel() and not torch.equal(found.cpu(), expected.cpu()):
+        rank = torch.distributed.get_rank()
         raise RuntimeError(
-            f"the start-up check found {what} wrong on rank {torch.distributed.get_rank()}: {found.tolist()} instead of "
-            f"{expected.tolist()}. Look at the network and at the collective library's version; "
+            f"the start-up check found {what} wrong on rank {rank}: {found.tolist()} instead of {expected.tolist()}. "
+            "Look at the network and at the collective library's version; "
             "health.self_check=false starts all the same."
         )

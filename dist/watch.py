@@ -28,7 +28,7 @@ class HangError(RuntimeError):
 
 
 class HangWatch:
-    """Times what is within ``step()``; ``on_hang`` is called, in the watch's thread, with the error. It ends the run."""
+    """Times what is within ``step()``; ``on_hang(error)`` is called in the watch's thread and ends the run."""
 
     def __init__(self, config: HealthConfig, folder: Path, on_hang: Callable[[HangError], None]) -> None:
         self._config = config
