@@ -9,7 +9,7 @@ CORES := $(shell nproc 2>/dev/null || echo 1)
 # several processes on one machine share its cores
 export OMP_NUM_THREADS ?= $(shell n=$$(( $(CORES) / $(NPROC) )); [ $$n -gt 0 ] && echo $$n || echo 1)
 
-.PHONY: setup train test checks bench clean
+.PHONY: setup train test faults checks bench clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,10 @@ train: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+faults: setup # rehearsals: kills, signals to the launcher; the kill rounds write bench/results/faults.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults --deselect tests/faults/test_kills.py
 
 checks: setup
 	$(BIN)/ruff check .

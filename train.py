@@ -14,10 +14,11 @@ configuration; ``status.json`` in the run folder says the outcome in any case.
 import sys
 
 from conf.command import leave_with, read_command_line
-from dist import env
+from dist import env, signals
 
 if __name__ == "__main__":
-    # before torch is imported: a wrong key must fail at once
+    # before torch is imported: a signal may come, and a wrong key must fail at once
+    signals.note_stop_signals()
     CONFIG = read_command_line("python train.py", sys.argv[1:], env.rank(), env.world_size())
 
 import hashlib
@@ -38,12 +39,15 @@ from conf.schema import Config
 from data.loader import Data, Loader, eval_batches, identity_changes, open_data
 from data.samples import IGNORE, Batch
 from dist import agree, parallel, recovery
+from dist.bad_steps import BadSteps
 from dist.checkpoint import Checkpointer
 from dist.ending import fail
 from dist.group import choose_device, process_group
 from dist.out_of_memory import RESTART_STATUS, is_out_of_memory, read_reports
 from dist.reduce import check_presence, clip_, global_maxima, global_sums, global_token_count, squared_norm_share
 from dist.run_folder import agree_run_folder, write_status
+from dist.selfcheck import check_collectives
+from dist.watch import HangWatch
 from memopt.build import build_optimizer, decayed_names, lr_factor, prepare_model
 from memopt.ledger import TrackerMeter
 from memopt.microbatch_run import AutomaticMicrobatch, Microbatch, meter_of, set_microbatch
@@ -81,6 +85,10 @@ class Run:
     profiler: Profiler
     microbatch: Microbatch
     """Chooses the microbatch of every step."""
+    bad_steps: BadSteps
+    """Counts the steps that were not finite."""
+    watch: HangWatch
+    """Ends the run when a step hangs."""
     ledger: TrackerMeter
     """Measures the memory of a step by owner."""
     start: int
@@ -89,16 +97,17 @@ class Run:
     """Optimizer steps done, skipped ones included."""
     samples: int
     """Samples consumed: the position in the data."""
-    skipped: int = 0
-    """Steps skipped in a row."""
     committed: int = 0
     """The last step whose update has begun: no second attempt at it may be made."""
+    stopping: bool = False
+    """Whether a rank was asked to stop: agreed by all."""
     doing: str = "start"
     """What the run is at, for the report of a lack of memory."""
 
 
 def main(config: Config) -> int:
     """Train, resume or finish the run of ``config``; returns the exit status."""
+    signals.note_stop_signals()
     try:
         device = choose_device(config.run.device)
         rules.check_device(config, device.type)
@@ -151,9 +160,10 @@ def build_run(config: Config, data: Data, folder: Path, device: torch.device) ->
     microbatch = choose_microbatch(config, folder, device, model, optimizer, observer, meta)
     ledger = meter_of(model, optimizer, device, model.lm_head)
     profiler = build_profiler(config.log, folder, rank, device)
+    watch = HangWatch(config.health, folder, on_hang=partial(fail, folder=folder, started=True))
     return Run(
         config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, profiler, microbatch,
-        ledger, meta["step"], meta["step"], meta["samples"],
+        BadSteps(settings), watch, ledger, meta["step"], meta["step"], meta["samples"],
     )  # fmt: skip
 
 
@@ -183,45 +193,46 @@ def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
     low_precision = settings.precision == "bf16" or (settings.precision == "auto" and device.type == "cuda")
     compute_dtype = torch.bfloat16 if low_precision else torch.float32
     model = build_model(
-        config.model,
-        settings.seq_len,
-        device.type,
-        config.data.document_mask,
-        settings.loss_chunk,
+        config.model, settings.seq_len, device.type, config.data.document_mask, settings.loss_chunk,
         settings.recompute_swiglu,
-    )
+    )  # fmt: skip
     prepare_model(config.optimizer, model, compute_dtype)
+    mesh = parallel.build_mesh(config.parallel, env.world_size(), device.type)
+    if config.health.self_check:
+        check_collectives(device, mesh)
     parallel.apply_parallel(
-        model,
-        parallel.build_mesh(config.parallel, env.world_size(), device.type),
-        config.parallel,
-        compute_dtype=compute_dtype,
-        activation_checkpoint=config.activation_checkpoint,
-        compile_blocks=settings.compile,
-    )
+        model, mesh, config.parallel, compute_dtype=compute_dtype,
+        activation_checkpoint=config.activation_checkpoint, compile_blocks=settings.compile,
+    )  # fmt: skip
     init_weights(model, settings.seed, device)
     return model
 
 
 def train(run: Run) -> str:
-    """Train to the last step. Returns the outcome: ``done``, or ``preempted`` after ``train.stop_after``."""
+    """Train to the last step. Returns the outcome: ``done``, or ``preempted`` after ``train.stop_after`` or a signal
+    to any rank."""
     settings, interval = run.config.train, run.config.checkpoint.interval
     if env.rank() == 0:
         # a kill leaves this, not the outcome of an earlier start
         write_status(run.folder, "running", step=run.step)
     stop = min(settings.steps, settings.stop_after or settings.steps)
-    while run.step < stop:
-        with run.profiler.step(run.step + 1):
+    run.stopping = agree.any_rank(signals.requested())
+    while run.step < stop and not run.stopping:
+        with run.profiler.step(run.step + 1), run.watch.step(run.step + 1):
             record = take_step(run)
-        if run.step == settings.steps or (settings.eval_interval and run.step % settings.eval_interval == 0):
+        due = settings.eval_interval and run.step % settings.eval_interval == 0 and not run.stopping
+        if due or run.step == settings.steps:
             with run.meter.pause():
                 record["val_loss"] = evaluate(run)
         run.observer.step(record)
         if run.microbatch.settled:
             show_memory(run)
-        if interval and (run.step == stop or run.step % interval == 0):
+        if interval and (run.step == stop or run.stopping or run.step % interval == 0):
             with run.meter.pause():
                 save(run)
+                run.stopping = run.stopping or agree.any_rank(signals.requested())
+    if run.stopping:
+        run.observer.event("stop", run.step, signals=signals.received())
     return "done" if run.step >= settings.steps else "preempted"
 
 
@@ -300,8 +311,8 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
 
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     with meter.phase("reduce"):
-        held = summed.new_tensor(len(gradients))
-        total, squared, held_everywhere = global_sums(summed, squared_norm_share(gradients), held)
+        held, asked = summed.new_tensor(len(gradients)), summed.new_tensor(float(signals.requested()))
+        total, squared, held_everywhere, stops = global_sums(summed, squared_norm_share(gradients), held, asked)
         check_presence(len(gradients), held_everywhere)
         step_tokens = int(count)
     loss_value, norm = total / step_tokens, math.sqrt(squared)
@@ -316,7 +327,12 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
             run.optimizer.step()
         run.optimizer.zero_grad()
     run.step, run.samples = step, run.samples + config.train.global_batch
-    note_skip(run, finite, loss_value, norm)
+    # a sum over all ranks: they stop after the same step
+    run.stopping = stops > 0
+    if not finite:
+        run.observer.event("skip", step, loss=str(loss_value), grad_norm=str(norm))
+    # what is being written is from before the trouble: let it become whole
+    run.bad_steps.note(step, finite, loss_value, norm, before_end=run.checkpointer.wait)
     return {
         "step": step,
         "loss": loss_value,
@@ -334,7 +350,8 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
 
 
 def evaluate(run: Run) -> float | None:
-    """Mean held-out loss per token, every token once over all ranks; None where nothing is held out."""
+    """Mean held-out loss per token, every token once over all ranks; None where nothing is held out, or where a signal
+    asks to stop before the last step."""
     settings = run.config.train
     run.doing = "evaluating"
     if run.data.val is None:
@@ -347,6 +364,9 @@ def evaluate(run: Run) -> float | None:
             ((tokens, labels, positions),) = batch.split(1, run.device)
             summed += run.model(tokens, labels, positions)
             count += (labels != IGNORE).sum()
+            if run.step < settings.steps and agree.any_rank(signals.requested()):
+                run.stopping = True
+                return None
     total, tokens_seen = global_sums(summed, count)
     return total / tokens_seen if tokens_seen else None
 
@@ -355,26 +375,6 @@ def seed_step(seed: int, step: int) -> None:
     """Make dropout a function of (seed, step, rank): a resumed step draws what the unbroken run drew."""
     digest = hashlib.blake2b(f"{seed} {step} {env.rank()}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
-def note_skip(run: Run, finite: bool, loss: float, norm: float) -> None:
-    """Count steps that were not taken because their loss or gradient was not finite; stop when there are too many."""
-    run.skipped = 0 if finite else run.skipped + 1
-    if finite:
-        return
-    run.observer.event("skip", run.step, loss=str(loss), grad_norm=str(norm), in_a_row=run.skipped)
-    settings = run.config.train
-    if settings.nonfinite == "stop" or run.skipped > settings.max_skips:
-        # what is being written is from before the trouble: let it become whole
-        run.checkpointer.wait()
-    what = f"step {run.step}: the loss is {loss} and the gradient norm {norm}"
-    if settings.nonfinite == "stop":
-        raise ValueError(f"{what}. train.nonfinite=stop ends the run here, before the update; skip would go on.")
-    if run.skipped > settings.max_skips:
-        raise ValueError(
-            f"{what}, for the {run.skipped}th step in a row; train.max_skips={settings.max_skips}. "
-            "Resume from the last checkpoint with a lower optimizer.lr."
-        )
 
 
 def tensors_of(model: LanguageModel, optimizer: StateOptimizer) -> dict[str, Tensor]:
@@ -450,6 +450,7 @@ def describe(config: Config, folder: Path, device: torch.device, model: Language
 
 def finish(run: Run, outcome: str) -> None:
     """Wait for the last checkpoint, write sample, summary and plot, and say how the run ended."""
+    run.watch.close()
     run.loader.close()
     run.profiler.close()
     run.checkpointer.close()

@@ -222,6 +222,23 @@ class MemoryConfig:
 
 
 @dataclass
+class HealthConfig:
+    """What looks after the ranks while they train."""
+
+    hang_factor: float = 20.0
+    """A step that takes this many times the median of the last ones, and ``hang_seconds``, hangs: the stacks of all
+    threads are written and the run fails. 0: never."""
+    hang_seconds: float = 120.0
+    """No step hangs before it has taken this long."""
+    self_check: bool = True
+    """Try the collectives and the sum of gradients on a few numbers before the model is built."""
+
+    def __post_init__(self) -> None:
+        at_least("health.hang_factor", self.hang_factor, 0)
+        above("health.hang_seconds", self.hang_seconds, 0)
+
+
+@dataclass
 class SourceConfig:
     """One source of a mixture."""
 
@@ -372,6 +389,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -103,6 +103,13 @@ def broadcast(value: T, group: torch.distributed.ProcessGroup | None = None) -> 
     return received
 
 
+def any_rank(flag: bool, group: torch.distributed.ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is set on any rank, on every rank."""
+    box = torch.tensor(int(flag))
+    torch.distributed.all_reduce(box, torch.distributed.ReduceOp.MAX, group=group or control_group())
+    return bool(box)
+
+
 def together(action: Callable[[], T], what: str, group: torch.distributed.ProcessGroup | None = None) -> T:
     """Run ``action`` on every rank; return this rank's result once it is known that no rank failed.
 
@@ -196,7 +203,7 @@ class FailureWatch:
     for gloo's own errors to arrive, it leaves with that rank's status. ``stop()`` ends the watch.
     """
 
-    def __init__(self, interval_seconds: float = 1.0, patience_seconds: float = 10.0) -> None:
+    def __init__(self, interval_seconds: float = 1.0, patience_seconds: float = 5.0) -> None:
         self._interval_seconds = interval_seconds
         self._patience_seconds = patience_seconds
         self._done = threading.Event()

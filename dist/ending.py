@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from conf.checks import ConfigError
 from dist import agree, env, out_of_memory, run_folder
+from dist.watch import HangError
 
 # a launcher ends all processes when the first one leaves: the one that prints must be it. without a launcher rank 0
 # serves the store in which its peers look who prints: it must not leave before they have
@@ -70,7 +71,7 @@ def _print(text: str) -> None:
 def _describe(error: BaseException) -> str:
     if isinstance(error, agree.AgreedError):
         return str(error) if error.user else f"{error}\n{error.trace}"
-    if isinstance(error, agree.USER_ERRORS):
+    if isinstance(error, (*agree.USER_ERRORS, HangError)):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
