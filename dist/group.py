@@ -4,12 +4,16 @@ A group exists in every run, also of one process, so that no caller asks whether
 two backends: NCCL for device tensors and gloo for CPU tensors and objects.
 """
 
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from conf.checks import ConfigError
 from dist import agree, env
@@ -46,7 +50,9 @@ def process_group(device: torch.device, timeout_seconds: float) -> Iterator[None
         store = torch.distributed.HashStore()  # type: ignore[attr-defined]
         torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        torch.distributed.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        own = fresh_store(store, rank, world_size, timeout_seconds)
+        torch.distributed.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
     watch = agree.FailureWatch() if env.world_size() > 1 else None
     try:
         yield
@@ -54,3 +60,42 @@ def process_group(device: torch.device, timeout_seconds: float) -> Iterator[None
         if watch is not None:
             watch.stop()
         torch.distributed.destroy_process_group()
+
+
+def fresh_store(store: Store, rank: int, world_size: int, timeout_seconds: float) -> Store:
+    """The part of ``store`` that belongs to this start alone; collective.
+
+    torchrun keeps one store over ``--max-restarts``: the addresses and the failure that an earlier start left in it
+    would be taken for this one's, and its count of restarts differs between nodes (pytorch issue 135712). So rank 0
+    names the start, and a rank believes the name only once rank 0 has repeated the word that this very process sent.
+
+    Raises:
+        RuntimeError: when a rank has not come after ``timeout_seconds``.
+    """
+    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_seconds
+    if rank == 0:
+        store.set("gossamer/start", word)
+        others = {r: f"gossamer/start/{word}/{r}" for r in range(1, world_size)}
+        while missing := [r for r, key in others.items() if not store.check([key])]:
+            _wait_for(f"ranks {missing}", deadline, timeout_seconds)
+        store.set(f"gossamer/start/{word}", " ".join(store.get(key).decode() for key in others.values()))
+        return PrefixStore(word, store)
+    answered = ""
+    while True:
+        name = store.get("gossamer/start").decode()
+        if name != answered:
+            store.set(f"gossamer/start/{name}/{rank}", word)
+            answered = name
+        # an earlier start has its words there, not this one
+        if store.check([f"gossamer/start/{name}"]) and word in store.get(f"gossamer/start/{name}").decode():
+            return PrefixStore(name, store)
+        _wait_for("rank 0", deadline, timeout_seconds)
+
+
+def _wait_for(whom: str, deadline: float, timeout_seconds: float) -> None:
+    if time.monotonic() > deadline:
+        raise RuntimeError(
+            f"{whom} did not come to the start within parallel.timeout_seconds={timeout_seconds:g}. "
+            "Look at their nodes and logs; raise it if they only start later."
+        )
+    time.sleep(0.02)

@@ -89,8 +89,17 @@ def launch(settings: list[str], folder: Path, kill: Kill) -> None:
         "--max-restarts=2", "-m", "tests.faults.kills", *TINY, *settings, f"run.dir={folder}",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "KILL": json.dumps([str(folder), vars(kill)])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
+    launcher = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )  # fmt: skip
+    try:
+        output, _ = launcher.communicate(timeout=180)
+    except subprocess.TimeoutExpired:
+        # it ends its workers, by force after 30 s
+        launcher.terminate()
+        output, _ = launcher.communicate(timeout=60)
+        raise AssertionError(f"not done after 180 s:\n{output[-5000:]}") from None
+    assert launcher.returncode == 0, output[-5000:]
 
 
 def prepare(folder: Path, kill: Kill | None) -> None:

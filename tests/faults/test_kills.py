@@ -6,8 +6,8 @@ import pytest
 
 from tests.faults.kills import ROUNDS, run_round
 
-# one of each optimizer, both layouts, both kinds of save
-ALWAYS = (0, 7, 10)
+# each optimizer, both layouts, both kinds of save; the last one is restarted by torchrun
+ALWAYS = (2, 4, 11)
 
 
 @pytest.fixture(scope="session")
