@@ -21,7 +21,6 @@ if __name__ == "__main__":
     signals.note_stop_signals()
     CONFIG = read_command_line("python train.py", sys.argv[1:], env.rank(), env.world_size())
 
-import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -36,12 +35,13 @@ from torch import Tensor
 from conf import compose, rules
 from conf.checks import ConfigError
 from conf.schema import Config
-from data.loader import Data, Loader, eval_batches, identity_changes, open_data
-from data.samples import IGNORE, Batch
+from data.loader import Data, Loader, check_identity, eval_batches, open_data
+from data.samples import Batch
 from dist import agree, parallel, recovery
-from dist.bad_steps import BadSteps
+from dist.bad_steps import BadSteps, RollBack
 from dist.checkpoint import Checkpointer
 from dist.ending import fail
+from dist.evaluation import mean_loss
 from dist.group import choose_device, process_group
 from dist.out_of_memory import RESTART_STATUS, is_out_of_memory, read_reports
 from dist.reduce import check_presence, clip_, global_maxima, global_sums, global_token_count, squared_norm_share
@@ -56,7 +56,7 @@ from memopt.subspace import is_subspace
 from models.build import build_model
 from models.counts import count_parameters, flops_per_token
 from models.decoder import LanguageModel
-from models.init import init_weights
+from models.init import init_weights, seed_dropout
 from models.names import named_parameters
 from models.sample import sample
 from observe.memory import memory_usage
@@ -86,7 +86,7 @@ class Run:
     microbatch: Microbatch
     """Chooses the microbatch of every step."""
     bad_steps: BadSteps
-    """Counts the steps that were not finite."""
+    """Knows the steps that must not be taken."""
     watch: HangWatch
     """Ends the run when a step hangs."""
     ledger: TrackerMeter
@@ -97,6 +97,10 @@ class Run:
     """Optimizer steps done, skipped ones included."""
     samples: int
     """Samples consumed: the position in the data."""
+    saved: int
+    """The step of the last checkpoint: what a rollback returns to."""
+    left_out: list[list[int]]
+    """First and last batch of what each rollback left behind; batch index = step + batches left out."""
     committed: int = 0
     """The last step whose update has begun: no second attempt at it may be made."""
     stopping: bool = False
@@ -142,9 +146,9 @@ def build_run(config: Config, data: Data, folder: Path, device: torch.device) ->
     optimizer = build_optimizer(config.optimizer, named_parameters(model), model)
     optimizer.init_state()
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint.keep, config.checkpoint.async_save)
-    meta = resume(config, checkpointer, model, optimizer, data)
+    meta = resume(config.checkpoint.resume, checkpointer, model, optimizer, data)
     if config.checkpoint.interval:
-        checkpointer.reserve(tensors_of(model, optimizer))
+        checkpointer.reserve(tensors_of(model, optimizer.state_tensors()))
 
     prefetch, pin = config.data.prefetch, device.type == "cuda"
     loader = Loader(data.train, settings.global_batch, rank, world_size, meta["samples"], prefetch, pin)
@@ -163,7 +167,8 @@ def build_run(config: Config, data: Data, folder: Path, device: torch.device) ->
     watch = HangWatch(config.health, folder, on_hang=partial(fail, folder=folder, started=True))
     return Run(
         config, folder, device, data, model, optimizer, checkpointer, loader, meter, observer, profiler, microbatch,
-        BadSteps(settings), watch, ledger, meta["step"], meta["step"], meta["samples"],
+        BadSteps(settings, meta.get("losses", ())), watch, ledger, meta["step"], meta["step"], meta["samples"],
+        saved=meta["step"], left_out=meta.get("left_out", []),
     )  # fmt: skip
 
 
@@ -209,17 +214,22 @@ def build_sharded_model(config: Config, device: torch.device) -> LanguageModel:
 
 
 def train(run: Run) -> str:
-    """Train to the last step. Returns the outcome: ``done``, or ``preempted`` after ``train.stop_after`` or a signal
-    to any rank."""
+    """Train to the last step: ``done``. ``preempted`` after ``train.stop_after`` or a signal to any rank."""
     settings, interval = run.config.train, run.config.checkpoint.interval
     if env.rank() == 0:
         # a kill leaves this, not the outcome of an earlier start
         write_status(run.folder, "running", step=run.step)
     stop = min(settings.steps, settings.stop_after or settings.steps)
     run.stopping = agree.any_rank(signals.requested())
+    if rules.rolls_back(run.config) and not run.step:
+        save(run)
     while run.step < stop and not run.stopping:
-        with run.profiler.step(run.step + 1), run.watch.step(run.step + 1):
-            record = take_step(run)
+        try:
+            with run.profiler.step(run.step + 1), run.watch.step(run.step + 1):
+                record = take_step(run)
+        except RollBack as cause:
+            roll_back(run, str(cause))
+            continue
         due = settings.eval_interval and run.step % settings.eval_interval == 0 and not run.stopping
         if due or run.step == settings.steps:
             with run.meter.pause():
@@ -266,8 +276,7 @@ def take_step(run: Run) -> dict[str, Any]:
 
 
 def wants_ledger(run: Run) -> bool:
-    """Whether the next step is to be measured by owner: one at the microbatch that is settled, from
-    ``memory.ledger_step`` on."""
+    """Whether the next step is to be measured by owner: one that is settled, from ``memory.ledger_step`` on."""
     wanted, now = run.config.memory.ledger_step, run.step + 1 - run.start
     new = run.microbatch.settled and run.microbatch.candidate not in run.ledger.ledgers
     return new and 0 < wanted <= now and not run.config.train.compile
@@ -294,7 +303,7 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
     """One optimizer step on a global batch. Returns its record."""
     config, meter, model = run.config, run.meter, run.model
     step, size = run.step + 1, run.microbatch.candidate
-    seed_step(config.train.seed, step)
+    seed_dropout(config.train.seed, step, env.rank())
     run.doing = "training"
     with meter.phase("data"):
         microbatches = batch.split(size.accumulation, run.device)
@@ -314,13 +323,12 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
         held, asked = summed.new_tensor(len(gradients)), summed.new_tensor(float(signals.requested()))
         total, squared, held_everywhere, stops = global_sums(summed, squared_norm_share(gradients), held, asked)
         check_presence(len(gradients), held_everywhere)
-        step_tokens = int(count)
+    step_tokens = int(count)
     loss_value, norm = total / step_tokens, math.sqrt(squared)
     lr = config.optimizer.lr * lr_factor(config.schedule, step, config.train.steps)
     with meter.phase("optimizer"):
         # every rank has the same two numbers, so every rank decides the same
-        finite = math.isfinite(loss_value) and math.isfinite(norm)
-        if finite:
+        if (bad := run.bad_steps.judge(loss_value, norm)) is None:
             clip_(gradients, norm, config.train.max_norm)
             run.optimizer.set_lr(lr)
             run.committed, run.doing = step, "updating"
@@ -329,10 +337,10 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
     run.step, run.samples = step, run.samples + config.train.global_batch
     # a sum over all ranks: they stop after the same step
     run.stopping = stops > 0
-    if not finite:
-        run.observer.event("skip", step, loss=str(loss_value), grad_norm=str(norm))
-    # what is being written is from before the trouble: let it become whole
-    run.bad_steps.note(step, finite, loss_value, norm, before_end=run.checkpointer.wait)
+    if bad is not None:
+        # what is being written is from before the trouble: let it become whole
+        run.bad_steps.act(step, bad, before_end=run.checkpointer.wait)
+        run.observer.event("skip", step, reason=bad, loss=str(loss_value), grad_norm=str(norm))
     return {
         "step": step,
         "loss": loss_value,
@@ -340,7 +348,7 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
         "grad_norm": norm,
         **meter.step(step_tokens),
         "data_wait_seconds": run.loader.wait_seconds,
-        "skipped": not finite,
+        "skipped": bad is not None,
         "microbatch": size.rows,
         "accumulation": size.accumulation,
         **run.microbatch.gauges(),
@@ -352,38 +360,19 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
 def evaluate(run: Run) -> float | None:
     """Mean held-out loss per token, every token once over all ranks; None where nothing is held out, or where a signal
     asks to stop before the last step."""
-    settings = run.config.train
     run.doing = "evaluating"
     if run.data.val is None:
         return None
-    summed = torch.zeros((), dtype=torch.float64, device=run.device)
-    count = torch.zeros((), dtype=torch.int64, device=run.device)
-    rows = run.microbatch.candidate.rows
-    with parallel.evaluation(run.model):
-        for batch in eval_batches(run.data.val, rows, env.rank(), env.world_size(), settings.eval_tokens):
-            ((tokens, labels, positions),) = batch.split(1, run.device)
-            summed += run.model(tokens, labels, positions)
-            count += (labels != IGNORE).sum()
-            if run.step < settings.steps and agree.any_rank(signals.requested()):
-                run.stopping = True
-                return None
-    total, tokens_seen = global_sums(summed, count)
-    return total / tokens_seen if tokens_seen else None
+    settings, rows = run.config.train, run.microbatch.candidate.rows
+    batches = eval_batches(run.data.val, rows, env.rank(), env.world_size(), settings.eval_tokens)
+    stops = signals.requested if run.step < settings.steps else lambda: False
+    result = mean_loss(run.model, (batch.split(1, run.device)[0] for batch in batches), run.device, stops)
+    run.stopping = run.stopping or result.interrupted
+    return result.loss
 
 
-def seed_step(seed: int, step: int) -> None:
-    """Make dropout a function of (seed, step, rank): a resumed step draws what the unbroken run drew."""
-    digest = hashlib.blake2b(f"{seed} {step} {env.rank()}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "big") >> 1)
-
-
-def tensors_of(model: LanguageModel, optimizer: StateOptimizer) -> dict[str, Tensor]:
-    """Everything of a run that a checkpoint holds as tensors, by name."""
-    return named_tensors(model, optimizer.state_tensors())
-
-
-def named_tensors(model: LanguageModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights and optimizer state under the names that a checkpoint has them by."""
+def tensors_of(model: LanguageModel, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights and optimizer state under the names that a checkpoint has them by: all its tensors."""
     weights = {f"model.{name}": parameter.detach() for name, parameter in weights_of(model).items()}
     return weights | {f"optimizer.{name}": tensor for name, tensor in state.items()}
 
@@ -404,27 +393,42 @@ def save(run: Run) -> None:
         "observer": agree.broadcast(run.observer.state),
         "microbatch": agree.broadcast(run.microbatch.state()),
         "config": compose.flatten(run.config),
+        "losses": list(run.bad_steps.losses),
+        "left_out": run.left_out,
     }
-    blocked = run.checkpointer.save(run.step, tensors_of(run.model, run.optimizer), meta)
+    blocked = run.checkpointer.save(run.step, tensors_of(run.model, run.optimizer.state_tensors()), meta)
+    run.saved = run.step
     run.observer.event("checkpoint", run.step, blocked_seconds=blocked)
 
 
+def roll_back(run: Run, reason: str) -> None:
+    """Weights, optimizer state and step of the last checkpoint; the position in the data stays where it is."""
+    run.doing, left = "rolling back", run.step
+    run.meter.step(0)  # what the step took that is left is no part of the next one
+    with run.meter.pause():
+        run.checkpointer.wait()
+        meta = resume(str(run.saved), run.checkpointer, run.model, run.optimizer, run.data)
+    run.step = run.committed = meta["step"]
+    run.bad_steps.rolled_back(run.step, meta["losses"], reason)
+    last = run.samples // run.config.train.global_batch - 1
+    run.left_out.append([last + 1 - (left - run.step), last])
+    run.meter.tokens = meta["tokens"]
+    run.observer.rewind(run.step)
+    run.observer.event("rollback", run.step, reason=reason, left_out=run.left_out[-1])
+
+
 def resume(
-    config: Config, checkpointer: Checkpointer, model: LanguageModel, optimizer: StateOptimizer, data: Data
+    wanted: str, checkpointer: Checkpointer, model: LanguageModel, optimizer: StateOptimizer, data: Data
 ) -> dict[str, Any]:
-    """Load the checkpoint that ``checkpoint.resume`` names, if any. Returns its plain values, zeros for a new run."""
-    step = checkpointer.find(config.checkpoint.resume)
+    """Load the checkpoint ``wanted`` (as ``checkpoint.resume``), if any. Its plain values; zeros for a new run."""
+    step = checkpointer.find(wanted)
     if step is None:
         return {"step": 0, "samples": 0, "tokens": 0}
     meta = checkpointer.read_meta(step)
-    if changes := identity_changes(meta["data"], data.identity):
-        raise ConfigError(
-            f"the checkpoint of step {step} was trained on other data: {'; '.join(changes)}. "
-            "Restore that data, or set another run.dir to start anew."
-        )
+    check_identity(step, meta["data"], data.identity)
     shapes = {name: entry.shape for name, entry in checkpointer.read_manifest(step).tensors.items()}
     with optimizer.loading({name.removeprefix("optimizer."): shape for name, shape in shapes.items()}) as state:
-        checkpointer.load(step, named_tensors(model, state))
+        checkpointer.load(step, tensors_of(model, state))
     return meta
 
 
@@ -459,11 +463,8 @@ def finish(run: Run, outcome: str) -> None:
         show_memory(run)
         run.observer.finish(summarise(run, outcome))
     else:
-        settings = run.config.train
-        limits = {"train.steps": settings.steps, "train.stop_after": settings.stop_after}
-        run.observer.event(
-            "nothing to do", run.step, **{key: value for key, value in limits.items() if value is not None}
-        )
+        limits = {"train.steps": run.config.train.steps, "train.stop_after": run.config.train.stop_after}
+        run.observer.event("nothing to do", run.step, **{key: limit for key, limit in limits.items() if limit})
     run.observer.close()
     if env.rank() == 0:
         write_status(run.folder, outcome, step=run.step)

@@ -23,6 +23,16 @@ def check(config: Config, world_size: int) -> None:
             "train.stop_after saves a checkpoint, but checkpoint.interval=0 saves none. "
             "Set checkpoint.interval, or leave out train.stop_after."
         )
+    if rolls_back(config) and config.checkpoint.interval == 0:
+        raise ConfigError(
+            f"train.nonfinite={config.train.nonfinite}, train.spike={config.train.spike}: a rollback needs "
+            "checkpoints, and checkpoint.interval=0 saves none. Set checkpoint.interval, or skip instead of rollback."
+        )
+
+
+def rolls_back(config: Config) -> bool:
+    """Whether the run may have to return to a checkpoint."""
+    return "rollback" in (config.train.nonfinite, config.train.spike)
 
 
 def check_device(config: Config, device_type: str) -> None:

@@ -136,9 +136,16 @@ class TrainConfig:
     """Ask torch for deterministic kernels; an operation that has none is an error."""
     nonfinite: str = "skip"
     """What a non-finite loss or gradient does, decided by all ranks before the update: ``skip`` the update of that
-    step (its batch is consumed, the schedule advances), or ``stop`` the run."""
+    step (its batch is consumed, the schedule advances), ``rollback`` to the last checkpoint and go on behind the
+    batches seen since then, or ``stop`` the run."""
+    spike: str = "off"
+    """The same for a finite loss that jumps: ``off``, ``skip``, ``rollback`` or ``stop``."""
+    spike_sigmas: float = 6.0
+    """A loss jumps when it lies this many standard deviations above the mean of the last 64."""
     max_skips: int = 10
     """Stop after this many skipped steps in a row."""
+    max_rollbacks: int = 3
+    """Stop after this many returns to one checkpoint."""
     loss_chunk: int = 1024
     """Tokens of a microbatch whose logits are in memory at a time."""
     recompute_swiglu: bool = False
@@ -147,14 +154,16 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key in ("steps", "seq_len", "global_batch", "loss_chunk"):
             at_least(f"train.{key}", getattr(self, key), 1)
-        for key in ("seed", "max_norm", "eval_interval", "max_skips"):
+        for key in ("seed", "max_norm", "eval_interval", "max_skips", "max_rollbacks"):
             at_least(f"train.{key}", getattr(self, key), 0)
         # what a generator of torch takes
         at_most("train.seed", self.seed, 2**63 - 1)
         at_least("train.stop_after", self.stop_after, 1)
         at_least("train.eval_tokens", self.eval_tokens, 1)
         choice("train.precision", self.precision, ("auto", "fp32", "bf16"))
-        choice("train.nonfinite", self.nonfinite, ("skip", "stop"))
+        choice("train.nonfinite", self.nonfinite, ("skip", "rollback", "stop"))
+        choice("train.spike", self.spike, ("off", "skip", "rollback", "stop"))
+        above("train.spike_sigmas", self.spike_sigmas, 0)
 
 
 @dataclass

@@ -63,6 +63,16 @@ def open_data(config: DataConfig, seq_len: int, model_vocab: int, seed: int) -> 
     return Data(folders[0].tokenizer, train, val, _identity(folders, weights, seq_len))
 
 
+def check_identity(step: int, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` if the checkpoint of ``step`` was trained on other data than this run has; paths may
+    differ."""
+    if changes := identity_changes(saved, current):
+        raise ConfigError(
+            f"the checkpoint of step {step} was trained on other data: {'; '.join(changes)}. "
+            "Restore that data, or set another run.dir to start anew."
+        )
+
+
 def identity_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """What differs between the identity in a checkpoint and that of this run, as sentences; paths may differ."""
     changes = [

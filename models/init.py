@@ -149,3 +149,9 @@ def _rebuild_buffers(model: LanguageModel, device: torch.device) -> None:
                     f"buffer {canonical_name(f'{prefix}.{name}')} ({new.dtype} on {new.device}) was not rebuilt in "
                     f"fp32. Let {type(module).__name__}._init_self_buffers make it anew."
                 )
+
+
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Make dropout a function of (seed, step, rank): a resumed step draws what the unbroken run drew."""
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "big") >> 1)

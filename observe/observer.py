@@ -74,6 +74,14 @@ class Observer:
         for sink in self._sinks:
             self._guarded(sink.name, sink.event, {"time": now, "kind": kind, "step": step, **fields})
 
+    def rewind(self, step: int) -> None:
+        """Set aside what was recorded of the steps after ``step``: they are made again. Events stay, as do the curves
+        of W&B, where these steps appear twice."""
+        self._interval = _Interval(self._interval.length)
+        for sink in self._sinks:
+            if isinstance(sink, MetricsSink | TensorBoardSink):
+                self._guarded(sink.name, sink.rewind, step)
+
     def finish(self, summary: Record) -> Record:
         """Write ``summary.json`` and ``loss.png``; ``summary`` adds to and overrules what the records say.
 
@@ -114,12 +122,12 @@ class _Interval:
     RATES = ("tokens_per_second", "tokens_per_second_per_device", "mfu")
 
     def __init__(self, length: int) -> None:
-        self._length = length
+        self.length = length
         self._records: list[Record] = []
 
     def add(self, record: Record) -> Record | None:
         self._records.append(record)
-        if record["step"] % self._length:
+        if record["step"] % self.length:
             return None
         records, self._records = self._records, []
         return self._mean(records) if len(records) > 1 else record

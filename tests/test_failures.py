@@ -48,7 +48,7 @@ def test_bad_steps_are_skipped_by_all(optimizer: str, world_size: int, layout: s
         def observe(record):
             snapshots[record["step"]] = {
                 name: tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
-                for name, tensor in train.tensors_of(run.model, run.optimizer).items()
+                for name, tensor in train.tensors_of(run.model, run.optimizer.state_tensors()).items()
             }
             if record["step"] in (3, 4):
                 before, after = snapshots[record["step"] - 1], snapshots[record["step"]]

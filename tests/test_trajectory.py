@@ -203,7 +203,9 @@ def test_held_out_loss_is_the_same_everywhere(tokens: Path, tmp_path: Path):
 
 def note_start(run) -> dict[str, torch.Tensor]:
     """Weights and buffers before the first step, by name."""
-    weights = {name: copy_whole(tensor) for name, tensor in train.tensors_of(run.model, run.optimizer).items()}
+    weights = {
+        name: copy_whole(tensor) for name, tensor in train.tensors_of(run.model, run.optimizer.state_tensors()).items()
+    }
     return weights | {name: buffer.clone() for name, buffer in run.model.named_buffers()}
 
 
@@ -235,7 +237,7 @@ def freeze_first_layer(run) -> dict[str, torch.Tensor]:
     def observe(record):
         step(record)
         if record["step"] == 3:
-            tensors = train.tensors_of(run.model, run.optimizer)
+            tensors = train.tensors_of(run.model, run.optimizer.state_tensors())
             noted.update({name: copy_whole(tensor) for name, tensor in tensors.items() if "layers.0" in name})
             layer.requires_grad_(True)
 

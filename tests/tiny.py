@@ -98,7 +98,7 @@ def train_here(world_size: int, tokens: str, overrides: tuple[str, ...], hook: A
         result["noted"] = hook(run)
     result["outcome"] = train.train(run)
     train.finish(run, result["outcome"])
-    tensors = train.tensors_of(run.model, run.optimizer)
+    tensors = train.tensors_of(run.model, run.optimizer.state_tensors())
     result["tensors"] = {name: _whole(tensor).clone() for name, tensor in tensors.items()}
     return result
 

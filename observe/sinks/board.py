@@ -29,9 +29,13 @@ class TensorBoardSink:
         self._file = (folder / name).open("xb", buffering=0)
         self._writer = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
+        self._session = event_pb2.SessionLog
         if start_step:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(step=start_step + 1, session_log=start)
+            self.rewind(start_step)
+
+    def rewind(self, step: int) -> None:
+        """Hide what was written after ``step``."""
+        self._write(step=step + 1, session_log=self._session(status=self._session.START))
 
     def step(self, record: Record) -> None:
         self._add(record["step"], record)

@@ -85,11 +85,19 @@ class MetricsSink:
     every_step = True
 
     def __init__(self, path: Path, start_step: int) -> None:
-        kept = _keep_until(path, start_step)
-        self.earlier = kept
-        """The records of the steps that this run had done before, in order."""
-        self._last: Record | None = kept[-1] if kept else None
-        self._file = JsonlFile(path)
+        self._path = path
+        self._open(start_step)
+
+    def rewind(self, step: int) -> None:
+        """Set aside the records of the steps after ``step``."""
+        self._file.close()
+        self._open(step)
+
+    def _open(self, start_step: int) -> None:
+        self.earlier = _keep_until(self._path, start_step)
+        """The records of the steps that were done before, in order."""
+        self._last: Record | None = self.earlier[-1] if self.earlier else None
+        self._file = JsonlFile(self._path)
 
     def step(self, record: Record) -> None:
         self._file.append(record)
