@@ -47,6 +47,7 @@ from dist.out_of_memory import RESTART_STATUS, is_out_of_memory, read_reports
 from dist.reduce import check_presence, clip_, global_maxima, global_sums, global_token_count, squared_norm_share
 from dist.run_folder import agree_run_folder, write_status
 from dist.selfcheck import check_collectives
+from dist.skew import measure_skew
 from dist.watch import HangWatch
 from memopt.build import build_optimizer, decayed_names, lr_factor, prepare_model
 from memopt.ledger import TrackerMeter
@@ -187,8 +188,7 @@ def choose_microbatch(
         whole_gradients=not parallel.reduces_every_microbatch(config.parallel),
         recovers=env.world_size() == 1 and recovery.is_exact(model, device),
     )  # fmt: skip
-    if changed := microbatch.resume(meta.get("microbatch"), reports):
-        observer.event("microbatch", meta["step"], reason="searched anew", changed=changed)
+    microbatch.resume(meta.get("microbatch"), reports)
     return microbatch
 
 
@@ -236,7 +236,7 @@ def train(run: Run) -> str:
                 record["val_loss"] = evaluate(run)
         run.observer.step(record)
         if run.microbatch.settled:
-            show_memory(run)
+            run.observer.memory(run.ledger.of(run.microbatch.candidate), run.config.memory.budget_gib)
         if interval and (run.step == stop or run.stopping or run.step % interval == 0):
             with run.meter.pause():
                 save(run)
@@ -280,12 +280,6 @@ def wants_ledger(run: Run) -> bool:
     wanted, now = run.config.memory.ledger_step, run.step + 1 - run.start
     new = run.microbatch.settled and run.microbatch.candidate not in run.ledger.ledgers
     return new and 0 < wanted <= now and not run.config.train.compile
-
-
-def show_memory(run: Run) -> None:
-    """Record and draw the memory of the present microbatch, once."""
-    if (ledger := run.ledger.of(run.microbatch.candidate)) is not None:
-        run.observer.memory(ledger, run.config.memory.budget_gib)
 
 
 @contextmanager
@@ -353,8 +347,13 @@ def train_step(run: Run, batch: Batch) -> dict[str, Any]:
         "accumulation": size.accumulation,
         **run.microbatch.gauges(),
         "memory": memory_usage(run.device),
-        **({"optimizer": run.optimizer.gauges()} if step % config.log.interval == 0 else {}),
+        **(measure_ranks(run) if step % config.log.interval == 0 else {}),
     }
+
+
+def measure_ranks(run: Run) -> dict[str, Any]:
+    """For the record of some steps: what the optimizer says of itself, and which rank is slow. Collective."""
+    return {"optimizer": run.optimizer.gauges(), "skew": measure_skew(run.device, run.loader.wait_seconds)}
 
 
 def evaluate(run: Run) -> float | None:
@@ -460,7 +459,7 @@ def finish(run: Run, outcome: str) -> None:
     run.checkpointer.close()
     told = agree.on_first(lambda: read_outcome(run.folder), "reading summary.json")
     if run.step > run.start or told != outcome:
-        show_memory(run)
+        run.observer.memory(run.ledger.of(run.microbatch.candidate), run.config.memory.budget_gib)
         run.observer.finish(summarise(run, outcome))
     else:
         limits = {"train.steps": run.config.train.steps, "train.stop_after": run.config.train.stop_after}

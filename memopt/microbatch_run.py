@@ -147,7 +147,7 @@ class AutomaticMicrobatch:
         self._whole_gradients, self._recovers = whole_gradients, recovers
         budget = config.memory.budget_gib
         self._budget_bytes = None if budget is None else int(budget * GIB)
-        self._tell, self._switch = tell, switch
+        self._tell, self._switch, self._start = tell, switch, step
         # where the policy was set, nothing is there to be switched
         self._policy = None if config.activation_checkpoint == "auto" else config.activation_checkpoint
         self._allocator = AllocatorMeter(device) if device.type == "cuda" else None
@@ -208,23 +208,20 @@ class AutomaticMicrobatch:
         one = dataclasses.asdict(self.candidate)
         return {"step": step, "doing": doing, **one, "fingerprint": self._controller.state()["fingerprint"]}
 
-    def resume(self, saved: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    def resume(self, saved: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> None:
         """Go on from what a checkpoint holds; the same on all ranks.
 
         Args:
             saved: of ``state``; None for a new run.
             reports: what has run out of memory in earlier starts. What did so in the same regime is ruled out.
-
-        Returns:
-            What has changed since, so that the search starts anew; empty where it has not.
         """
-        changed = self._controller.load(saved) if saved is not None else []
+        if saved is not None and (changed := self._controller.load(saved)):
+            self._tell("microbatch", self._start, reason="searched anew", changed=changed)
         for report in reports:
             one = Candidate(report["rows"], report["accumulation"], report["policy"])
             same = report["fingerprint"] == self._controller.state()["fingerprint"]
             if same and one in self._controller.candidates:
                 self._controller.rule_out(one)
-        return changed
 
     def state(self) -> dict[str, Any] | None:
         return self._controller.state()

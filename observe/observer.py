@@ -57,9 +57,9 @@ class Observer:
             self._guarded(sink.name, sink.evaluation, step, record)
 
     def memory(self, ledger: Any, budget_gib: float | None) -> None:
-        """Record a step's memory by owner (``memopt.ledger.Ledger``) as an event, and draw ``memory.png``; not again
-        where it is the ledger that is drawn there."""
-        if self._folder is None or ledger is self._drawn:
+        """Record a step's memory by owner (``memopt.ledger.Ledger``) as an event, and draw ``memory.png``; nothing
+        where it is None, not measured, or the one that is drawn there already."""
+        if self._folder is None or ledger is self._drawn or ledger is None:
             return
         self._drawn = ledger
         peaks = {f"{owner}_bytes": part["peak"] for owner, part in ledger.record().items()}
