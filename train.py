@@ -13,13 +13,14 @@ configuration; ``status.json`` in the run folder says the outcome in any case.
 
 import sys
 
-from conf.command import leave_with, read_command_line
+from conf.command import CONFIG_STATUS, leave_with, read_command_line
 from dist import env, signals
 
 if __name__ == "__main__":
     # before torch is imported: a signal may come, and a wrong key must fail at once
     signals.note_stop_signals()
-    CONFIG = read_command_line("python train.py", sys.argv[1:], env.rank(), env.world_size())
+    with env.no_restart_after(CONFIG_STATUS):
+        CONFIG = read_command_line("python train.py", sys.argv[1:], env.rank(), env.world_size())
 
 import math
 from collections.abc import Iterator
@@ -357,8 +358,7 @@ def measure_ranks(run: Run) -> dict[str, Any]:
 
 
 def evaluate(run: Run) -> float | None:
-    """Mean held-out loss per token, every token once over all ranks; None where nothing is held out, or where a signal
-    asks to stop before the last step."""
+    """Mean held-out loss per token over all ranks; None without held-out tokens, or where a signal asks to stop."""
     run.doing = "evaluating"
     if run.data.val is None:
         return None
@@ -496,4 +496,5 @@ def summarise(run: Run, outcome: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(CONFIG))
+    with env.no_restart_after(CONFIG_STATUS):
+        sys.exit(main(CONFIG))

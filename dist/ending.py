@@ -55,6 +55,8 @@ def fail(
                 _print(f"error: status.json could not be written: {problem}")
     if env.world_size() > 1 and not (told_here and env.under_torchrun()):
         time.sleep(QUIET_RANK_SECONDS)
+    if isinstance(error, ConfigError):
+        env.end_restarts()
     # either may be closed (None), or a pipe whose reader is gone
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

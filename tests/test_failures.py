@@ -84,6 +84,18 @@ def test_skips_are_bounded(overrides: list[str], message: str, tokens: Path, tmp
         train_ranks(2, tokens, *overrides, f"run.dir={tmp_path}", hook=lambda run: spoil(run, always))
 
 
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (["train.steps=0"], "error: train.steps=0 must be"),
+        (["data=tokens", "data.path=/nowhere"], "error: "),
+    ],
+)
+def test_a_wrong_configuration_is_not_started_again(settings: list[str], message: str, tmp_path: Path):
+    ended = run_train([*settings, f"run.dir={tmp_path}"], processes=2, restarts=3)
+    assert ended.returncode and ended.stderr.count(message) == 1, ended.stderr
+
+
 def test_status_says_running_meanwhile(tokens: Path, tmp_path: Path):
     """A kill leaves this, not the outcome of an earlier start."""
     (tmp_path / "status.json").write_text('{"outcome": "done"}')

@@ -125,11 +125,12 @@ def losses(result: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([record["loss"] for record in result["records"]], dtype=torch.float64)
 
 
-def run_train(arguments: list[str], processes: int = 0) -> subprocess.CompletedProcess[str]:
+def run_train(arguments: list[str], processes: int = 0, restarts: int = 0) -> subprocess.CompletedProcess[str]:
     """``python train.py`` or, with ``processes``, the same under torchrun: slow, but what a user starts."""
     launcher = [sys.executable]
     if processes:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        launcher.append(f"--max-restarts={restarts}")
     command = [*launcher, "train.py", *TINY, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
