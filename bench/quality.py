@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.machine import write_result
-from bench.trials import Trial, best_lr, done, over_seeds, run_missing, tabulate
+from bench.trials import Trial, best_lr, done, over_seeds, recall, run_missing, tabulate
 
 # the same for both arms, wide enough that the best is inside
 BRACKETS = {"llama": ("1e-3", "2e-3", "4e-3"), "gpt2": ("1e-3", "2e-3", "4e-3", "8e-3")}
@@ -66,7 +66,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--only", default="", help="regular expression on the run's folder name")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--anew", action="store_true", help="run again what the committed results hold")
     arguments = parser.parse_args()
+    if not arguments.anew:
+        recall("quality")
     for number in range(2):
         if not arguments.table:
             # the second plan needs the results of the first

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.machine import write_result
-from bench.trials import STEPS, Trial, best_lr, done, over_seeds, run_missing, tabulate
+from bench.trials import STEPS, Trial, best_lr, done, over_seeds, recall, run_missing, tabulate
 
 # one learning rate for all of the model, as AdamW has it
 WHOLE_RATE = ("optimizer.lr_scale=1.0",)
@@ -121,7 +121,10 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--only", default="", help="regular expression on the run's folder name")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--anew", action="store_true", help="run again what the committed results hold")
     arguments = parser.parse_args()
+    if not arguments.anew:
+        recall("rso_quality")
     for number in range(len(plans())):
         if not arguments.table:
             # a later plan needs the results of those before

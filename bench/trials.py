@@ -1,7 +1,7 @@
 """Training runs that are compared by their held-out loss: what one is, running those that are missing, tables.
 
 A run is ``train.py`` with one thread; it is kept in ``outputs/quality`` and not run again, so that a table can be made
-in several sittings.
+in several sittings. Runs that the committed results hold count as done where their folder is missing (``recall``).
 """
 
 import json
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from bench.machine import RESULTS
 
 FOLDER = Path("outputs/quality")
 STEPS = {"llama": 400, "gpt2": 400, "small": 200, "double": 800, "long": 1400}
@@ -59,6 +61,9 @@ class Trial:
 
     def losses(self) -> dict[int, float] | None:
         """Step -> held-out loss; None if the run is not done."""
+        return self._read() or _recalled.get((self.model, self.arm, self.lr, self.seed))
+
+    def _read(self) -> dict[int, float] | None:
         try:
             if json.loads((self.folder / "summary.json").read_text())["status"] != "done":
                 return None
@@ -81,6 +86,18 @@ class Trial:
             command = [sys.executable, *self.program, *MODELS[self.model], *COMMON, *self.settings, *own]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
+
+
+# losses by model, arm, rate and seed
+_recalled: dict[tuple[str, str, str, int], dict[int, float]] = {}
+
+
+def recall(name: str) -> None:
+    """Take the runs of ``bench/results/<name>.json`` as done, unless they are in ``FOLDER`` themselves."""
+    path = RESULTS / f"{name}.json"
+    for run in json.loads(path.read_text())["runs"] if path.exists() else ():
+        losses = {int(step): loss for step, loss in run["val"].items()}
+        _recalled[run["model"], run["arm"], run["lr"], run["seed"]] = losses
 
 
 def run_missing(trials: Iterable[Trial], jobs: int, only: str = "") -> None:
